@@ -1,0 +1,34 @@
+"""Errors that the command line turns into one line and a way out."""
+
+
+class DoctorError(Exception):
+    """Something that stops the run; `message` names the file or flag, `hint` the way out.
+
+    The command line prints `message`, then `hint`, and exits with `exit_code`; a traceback is
+    never shown.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(DoctorError):
+    """Wrong usage or unreadable input: exit code 2."""
+
+    exit_code = 2
+
+
+class UndeterminedError(DoctorError):
+    """The answer could not be determined (the trace failed, a rule crashed): exit code 3."""
+
+    exit_code = 3
+
+
+class PatchRefusedError(DoctorError):
+    """A patch was refused: exit code 4."""
+
+    exit_code = 4

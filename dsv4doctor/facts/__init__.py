@@ -1,0 +1,1 @@
+"""What is there: GPUs, checkpoint, packages and SGLang tree, and the snapshot of all of it."""

@@ -1,0 +1,425 @@
+"""The types that travel from facts to trace to rules to reports.
+
+Every type is a frozen dataclass of plain values and turns into JSON field by field
+(`dsv4doctor.jsonio`).  This module imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+# ------------------------------------------------------------------------------ vocabulary
+
+
+class Severity(str, Enum):
+    """How bad a finding is."""
+
+    ERROR = "error"
+    """Will crash or give wrong output."""
+    WARNING = "warning"
+    """Slow or fragile."""
+    INFO = "info"
+
+
+class Verdict(str, Enum):
+    """What will become of a layer on the GPU in question."""
+
+    RUNS = "runs"
+    FALLBACK = "fallback"
+    """Runs, on a path that is far slower than what the GPU can do."""
+    FAILS = "fails"
+    UNKNOWN = "unknown"
+    """Not determined; the reason is beside it.  Never printed as "runs"."""
+
+
+class Outcome(str, Enum):
+    """How a rule ended."""
+
+    PASS = "pass"
+    FINDING = "finding"
+    SKIP = "skip"
+    """A fact it needs is missing; the reason is beside it."""
+    CRASH = "crash"
+
+
+class Role(str, Enum):
+    """Which model of a launch a layer belongs to."""
+
+    MAIN = "main"
+    DRAFT = "draft"
+
+
+class StoredFormat(str, Enum):
+    """How a layer's weights lie in the checkpoint's files."""
+
+    NVFP4 = "NVFP4"
+    """E2M1 pairs (U8) with FP8 E4M3 scales per 16 and a global scale."""
+    MXFP4 = "MXFP4"
+    """E2M1 pairs (I8 or U8) with UE8M0 scales per 32."""
+    FP8_BLOCK = "FP8 block"
+    """FP8 E4M3 with a scale per block."""
+    BF16 = "BF16"
+    INT4 = "INT4"
+    """Packed 4-bit integers (I32) with group scales."""
+    OTHER = "other"
+    """Readable, but none of the above; the dtypes are in the detail."""
+    MISSING = "missing"
+    """No tensors of that layer are stored."""
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A CUDA compute capability, e.g. 12.0 for sm_120."""
+
+    major: int
+    minor: int
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.major}{self.minor}"
+
+    @property
+    def is_sm12x(self) -> bool:
+        return self.major == 12
+
+
+ARCHS = {a.name: a for a in (Arch(9, 0), Arch(10, 0), Arch(10, 3), Arch(12, 0), Arch(12, 1))}
+"""The architectures that `--arch` takes."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line in a file, with its text when it was read."""
+
+    file: str
+    """Absolute, or relative to the SGLang tree (`sglang/srt/...`)."""
+    line: int
+    function: str | None = None
+    source: str | None = None
+
+
+# ------------------------------------------------------------------------------ facts
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    arch: Arch
+    memory_bytes: int
+    pci_bus_id: str | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    gpus: tuple[Gpu, ...]
+    driver: str | None = None
+    unavailable: str | None = None
+    """Why there are no GPUs in the list, e.g. "no NVIDIA driver (NVML not found)"."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution of the serving stack, against what the SGLang tree asks for."""
+
+    name: str
+    version: str | None
+    """None: not installed."""
+    required: str | None
+    """SGLang's own requirement, e.g. "==0.6.12"; None: SGLang does not declare it."""
+    satisfied: bool | None
+    """None: nothing to compare."""
+
+
+@dataclass(frozen=True)
+class SglangTree:
+    """An SGLang source tree, as it will be imported."""
+
+    root: str
+    """The folder that holds `sglang/`, to be put on sys.path."""
+    version: str
+    origin: str
+    """"installed" (in the target interpreter), "folder" or "wheel" (fetched)."""
+
+    @property
+    def borrowed(self) -> bool:
+        """True when the interpreter around it is not the environment that will serve."""
+        return self.origin != "installed"
+
+
+@dataclass(frozen=True)
+class Stack:
+    interpreter: str
+    python_version: str
+    packages: tuple[Package, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    dtype: str
+    """The safetensors dtype, e.g. "U8", "F8_E4M3", "F8_E8M0"."""
+    shape: tuple[int, ...]
+    shard: str
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The routed experts of one layer as stored."""
+
+    name: str
+    """The tensors' own prefix, e.g. "layers.3.ffn.experts" or "mtp.0.ffn.experts"."""
+    role: Role
+    index: int
+    """Layer number for main, stage number for draft."""
+    stored_format: StoredFormat
+    experts: int
+    detail: str
+    """The dtypes behind the format, e.g. "U8 + F8_E4M3 weight_scale per 16"."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: str
+    """The folder; for facts from a snapshot, the folder on the machine that wrote it."""
+    name: str
+    architectures: tuple[str, ...]
+    config: dict[str, Any]
+    """config.json as read."""
+    text_config: dict[str, Any]
+    """The language model's part: `config["text_config"]` when nested, else `config`."""
+    hf_quant_config: dict[str, Any] | None
+    declared_main: StoredFormat | None
+    """What the configuration says of the main routed experts; None: it says nothing."""
+    declared_draft: StoredFormat | None
+    layers: tuple[ExpertLayer, ...]
+    draft_stages: int
+    """Counted from the tensors (`mtp.N`)."""
+    tensors: tuple[TensorInfo, ...]
+    """Every tensor but the experts above number 0, in the index's order."""
+    tensor_count: int
+    payload_bytes: int
+    shard_count: int
+    content_key: str
+    """sha256 over config, quant config, index and every shard header."""
+    notes: tuple[str, ...] = ()
+    """What is odd but readable, e.g. a stale total_size."""
+
+    @property
+    def main_layers(self) -> tuple[ExpertLayer, ...]:
+        return tuple(layer for layer in self.layers if layer.role is Role.MAIN)
+
+    @property
+    def draft_layers(self) -> tuple[ExpertLayer, ...]:
+        return tuple(layer for layer in self.layers if layer.role is Role.DRAFT)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A server launch as written: environment, model and SGLang flags."""
+
+    source: str
+    """The script's path, or "command line"."""
+    line: int | None
+    """Line of the SGLang command in the script."""
+    environment: dict[str, str]
+    """What the script exports or sets in front of the command (and --env)."""
+    model: str | None
+    """The value of --model-path / --model / the positional of `sglang serve`."""
+    flags: tuple[str, ...]
+    """SGLang's arguments without the model's."""
+    interpreter: str | None = None
+    """The Python named in the command, when it names one by path."""
+    wrappers: tuple[str, ...] = ()
+    """What stood in front, e.g. ("exec", "numactl"), outermost first."""
+    notes: tuple[str, ...] = ()
+    """What the reader could not follow, e.g. an unset variable."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All facts of one machine and one launch."""
+
+    tool_version: str
+    created: str
+    """ISO 8601, UTC."""
+    gpu: GpuFacts
+    sglang: SglangTree | None
+    stack: Stack | None
+    checkpoint: Checkpoint | None
+    launch: Launch | None
+    environment: dict[str, str]
+    """The variables that SGLang, CUDA, NCCL, torch or FlashInfer read; secrets redacted."""
+
+
+# ------------------------------------------------------------------------------ trace
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One condition met on the way to a decision."""
+
+    location: Location
+    condition: str
+    values: dict[str, str]
+    """Name in the condition -> the value seen, as Python would write it."""
+    taken: bool | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatch function that ran, with the branches it took."""
+
+    phase: str
+    """"arguments", "main" or "draft"."""
+    function: str
+    file: str
+    branches: tuple[Branch, ...]
+    returned: str | None
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class ArgChange:
+    """SGLang changed one of its own arguments while resolving them."""
+
+    name: str
+    before: str | None
+    after: str | None
+    at: Location
+
+
+@dataclass(frozen=True)
+class SglangError:
+    """An exception that SGLang itself raised: a result, not a failure of the tool."""
+
+    phase: str
+    """"arguments", "main", "draft", "main weights", "main forward", ..."""
+    type: str
+    message: str
+    at: Location | None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The first kernel entry that a layer's forward reached."""
+
+    symbol: str
+    """E.g. "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe"."""
+    call_site: Location | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of one layer as SGLang built them."""
+
+    name: str
+    """SGLang's module name, e.g. "model.layers.3.mlp.experts"."""
+    role: Role
+    stored_format: StoredFormat | None
+    """None: the checkpoint's headers were not read or hold no such layer."""
+    quant_method: str | None
+    runner_backend: str | None
+    """None: the quant method has no runner."""
+    decided_at: Location | None
+    flags_consulted: tuple[str, ...]
+    """The arguments and environment variables that the deciding code read."""
+    kernel: Kernel | None
+    verdict: Verdict
+    reason: str
+    """Why the verdict is what it is, in one sentence."""
+    error: SglangError | None = None
+    """Raised while the layer loaded its weights or ran."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one launch resolves to."""
+
+    sglang: SglangTree
+    arch: Arch
+    resolved_args: dict[str, Any]
+    """SGLang's arguments after its own resolution: moe_runner_backend, quantization, ..."""
+    arg_changes: tuple[ArgChange, ...]
+    environment_overwritten: dict[str, tuple[str | None, str]]
+    """Variable -> (value before, value that SGLang set)."""
+    layers: tuple[Layer, ...]
+    errors: tuple[SglangError, ...]
+    steps: tuple[Step, ...]
+    """The decision path; empty unless asked for."""
+    leniencies: tuple[str, ...]
+    """What stood in for something missing, and could have mattered."""
+    timings: dict[str, float]
+    """Seconds by phase."""
+    cached: bool = False
+
+    def of(self, role: Role) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.role is role)
+
+
+# ------------------------------------------------------------------------------ findings
+
+
+@dataclass(frozen=True)
+class Remedy:
+    text: str
+    commands: tuple[str, ...] = ()
+    fix: str | None = None
+    """The id of the fix that does it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    rule: str
+    severity: Severity
+    subject: str
+    """The layer or argument it is about."""
+    message: str
+    """What is wrong, in one sentence."""
+    consequence: str
+    """What it means for the server, in one sentence a serving engineer understands."""
+    evidence: tuple[str, ...]
+    locations: tuple[Location, ...] = ()
+    remedy: Remedy | None = None
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    rule: str
+    title: str
+    outcome: Outcome
+    findings: tuple[Finding, ...] = ()
+    reason: str | None = None
+    """Why it was skipped, or how it crashed."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules read: the snapshot, the launch's resolution, and the GPU asked about."""
+
+    snapshot: Snapshot
+    arch: Arch
+    arch_source: str
+    """"--arch", "NVML" or "default"."""
+    trace: Trace | None
+    trace_failure: str | None = None
+    """Why there is no trace."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What every output format renders."""
+
+    tool_version: str
+    facts: Facts
+    results: tuple[RuleResult, ...]
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(finding for result in self.results for finding in result.findings)

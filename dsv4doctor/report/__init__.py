@@ -1,0 +1,1 @@
+"""One module per output format, each a pure function of the same Report."""

@@ -1,0 +1,1 @@
+"""Runs inside the target interpreter: standard library and that interpreter's packages only."""

@@ -1,0 +1,1 @@
+"""Source patches for an installed SGLang: one fix a file."""
