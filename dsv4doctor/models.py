@@ -163,7 +163,8 @@ class Stack:
 class TensorInfo:
     name: str
     dtype: str
-    """The safetensors dtype, e.g. "U8", "F8_E4M3", "F8_E8M0"."""
+    """The safetensors dtype, e.g. "U8", "F8_E4M3", "F8_E8M0"; empty when the index names the
+    tensor and its shard does not hold it."""
     shape: tuple[int, ...]
     shard: str
 
@@ -201,7 +202,8 @@ class Checkpoint:
     draft_stages: int
     """Counted from the tensors (`mtp.N`)."""
     tensors: tuple[TensorInfo, ...]
-    """Every tensor but the experts above number 0, in the index's order."""
+    """Every tensor but the experts above number 0, in the index's order.  A layer's first
+    listed expert stays whatever its number."""
     tensor_count: int
     payload_bytes: int
     shard_count: int
@@ -209,6 +211,8 @@ class Checkpoint:
     """sha256 over config, quant config, index and every shard header."""
     notes: tuple[str, ...] = ()
     """What is odd but readable, e.g. a stale total_size."""
+    indexed: bool = True
+    """False: there is no model.safetensors.index.json."""
 
     @property
     def main_layers(self) -> tuple[ExpertLayer, ...]:

@@ -1,0 +1,87 @@
+"""Which shards make up a checkpoint, and which tensors its index puts into each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import DOWNLOAD_HINT, MIB, parse_object, read_file, shown
+from dsv4doctor.facts.hub import is_snapshot
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_INDEX_LIMIT = 128 * MIB
+
+
+@dataclass(frozen=True)
+class Index:
+    raw: bytes
+    weight_map: dict[str, str]
+    """Tensor -> shard, in the file's order."""
+    total_size: Any
+    """As written; None when it is not there."""
+
+
+def read_index(folder: Path) -> Index | None:
+    """The folder's index, every shard in it a name inside the folder; None: there is none."""
+    path = folder / INDEX_NAME
+    if not os.path.lexists(path):
+        return None
+    raw = read_file(path, _INDEX_LIMIT)
+    content = parse_object(raw, str(path))
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{path}: weight_map should be an object with entries", DOWNLOAD_HINT)
+    if {*map(type, weight_map.values())} != {str}:
+        name = next(name for name, shard in weight_map.items() if not isinstance(shard, str))
+        raise UsageError(
+            f"{path}: {shown(name)} should have its shard's name, a string", DOWNLOAD_HINT
+        )
+    for shard in set(weight_map.values()):
+        check_shard_name(shard, str(path))
+    metadata = content.get("metadata")
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(raw, weight_map, total_size)
+
+
+def check_shard_name(shard: str, source: str) -> None:
+    """Raise UsageError unless `shard` is a relative path to a .safetensors file further down."""
+    parts = PurePosixPath(shard).parts
+    inside = parts and not shard.startswith("/") and ".." not in parts and "\0" not in shard
+    if not inside or "\\" in shard or not shard.endswith(".safetensors"):
+        raise UsageError(
+            f"{source}: {shown(shard)} is not the name of a .safetensors file in its folder",
+            DOWNLOAD_HINT,
+        )
+
+
+def shards_of(folder: Path, index: Index | None) -> dict[str, set[str]]:
+    """Shard -> tensors that the index puts there, by shard name; every shard exists.
+
+    Without an index: every .safetensors file in the folder, and no tensors.
+    """
+    if index is None:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not names:
+            raise UsageError(
+                f"{folder}: neither {INDEX_NAME} nor a .safetensors file", DOWNLOAD_HINT
+            )
+        return {name: set() for name in names}
+    shards: dict[str, set[str]] = {}
+    for name, shard in index.weight_map.items():
+        found = shards.get(shard)
+        if found is None:
+            found = shards[shard] = set()
+        found.add(name)
+    missing = sorted(shard for shard in shards if not os.path.exists(folder / shard))
+    if missing:
+        state = "only partly downloaded" if is_snapshot(folder) else "incomplete"
+        raise UsageError(
+            f"{folder}: {state}: the index names {shown(missing[0])}, which is not there"
+            f" ({len(missing)} of {len(shards)} shards are missing)",
+            "Finish the download, or point to another copy of the checkpoint.",
+        )
+    return dict(sorted(shards.items()))
