@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +13,9 @@ import pytest
 SPECS = Path(__file__).parent / "checkpoints"
 
 
-def _generator() -> ModuleType:
+@pytest.fixture(scope="session")
+def checkpoint_generator() -> ModuleType:
+    """tests/checkpoints/make_checkpoint.py as a module."""
     spec = importlib.util.spec_from_file_location("make_checkpoint", SPECS / "make_checkpoint.py")
     assert spec is not None
     assert spec.loader is not None
@@ -24,14 +28,15 @@ CheckpointBuilder = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointBuilder:
+def checkpoint(
+    checkpoint_generator: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CheckpointBuilder]:
     """`checkpoint(name, experts=None, variant=None)`: the folder of a header-only checkpoint.
 
     `name` is that of a spec in tests/checkpoints, e.g. "nvidia__DeepSeek-V4-Flash-NVFP4".
     `experts` keeps the first ones of each layer only.  A folder is built once a session: copy
-    it before changing it.
+    it with `copy_checkpoint` before changing it.
     """
-    generator = _generator()
     built: dict[tuple[str, int | None, str | None], Path] = {}
 
     def build(name: str, experts: int | None = None, variant: str | None = None) -> Path:
@@ -39,10 +44,36 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointBuilder:
         if key not in built:
             spec = json.loads((SPECS / f"{name}.json").read_text(encoding="utf-8"))
             if variant is not None:
-                spec = generator.apply_variant(spec, variant)
+                spec = checkpoint_generator.apply_variant(spec, variant)
             folder = tmp_path_factory.mktemp("checkpoint") / name
-            generator.build(spec, folder, experts)
+            checkpoint_generator.build(spec, folder, experts)
             built[key] = folder
         return built[key]
 
-    return build
+    yield build
+    for folder in built.values():
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def copy_checkpoint() -> Callable[[Path, Path], Path]:
+    """`copy_checkpoint(folder, target)`: a copy that keeps the holes; gives `target`.
+
+    shutil alone would write them out: over 100 GB for a checkpoint.
+    """
+
+    def copy_file(source: str, target: str) -> None:
+        size = os.path.getsize(source)
+        with open(source, "rb") as file:
+            start = file.read(8)
+            is_shard = source.endswith(".safetensors")
+            start += file.read(int.from_bytes(start, "little") if is_shard else size)
+        with open(target, "wb") as file:
+            file.write(start)
+            file.truncate(size)
+
+    def copy(folder: Path, target: Path) -> Path:
+        shutil.copytree(folder, target, copy_function=copy_file)
+        return target
+
+    return copy

@@ -9,7 +9,7 @@ from pathlib import Path
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.files import read_file, shown
 
-_MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_MODEL_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -22,16 +22,16 @@ def resolve_model(model: str, environment: Mapping[str, str]) -> Path:
     """
     folder = _expanded(model, environment)
     try:
-        if folder.is_dir():
+        if model and folder.is_dir():
             return folder.absolute()
-        exists = folder.exists()
+        exists = bool(model) and folder.exists()
     except (OSError, ValueError):
         exists = False
     if exists:
         raise UsageError(f"{model}: not a folder", "Give the folder that holds config.json.")
-    if not _MODEL_ID.fullmatch(model) or ".." in model:
+    if not _MODEL_ID.fullmatch(model):
         raise UsageError(
-            f"{shown(model)}: no such folder",
+            f"{shown(model) or 'the model'}: no such folder",
             "Give the checkpoint's folder, or the id of a model in the local Hugging Face cache.",
         )
     return _cached_snapshot(model, hub_cache(environment))

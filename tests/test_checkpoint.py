@@ -1,0 +1,400 @@
+"""Facts of the published checkpoints, built at full depth from their specs."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dsv4doctor import jsonio
+from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
+from dsv4doctor.models import Checkpoint, StoredFormat
+
+NVFP4, MXFP4, FP8, BF16, INT4, MISSING = (
+    StoredFormat.NVFP4,
+    StoredFormat.MXFP4,
+    StoredFormat.FP8_BLOCK,
+    StoredFormat.BF16,
+    StoredFormat.INT4,
+    StoredFormat.MISSING,
+)
+SPECS = Path(__file__).parent / "checkpoints"
+FLASH = "deepseek-ai__DeepSeek-V4-Flash"
+HYBRID = "nvidia__DeepSeek-V4-Flash-NVFP4"
+
+# main layers, stored main, stored draft, declared main, declared draft, draft stages
+PUBLISHED = {
+    "Rarri__DeepSeek-V4-Flash-0731-NVFP4": (43, NVFP4, NVFP4, NVFP4, NVFP4, 3),
+    "RedHatAI__DeepSeek-V4-Flash-NVFP4-FP8": (43, NVFP4, MISSING, NVFP4, NVFP4, 0),
+    "canada-quant__DeepSeek-V4-Flash-NVFP4-FP8-MTP": (43, NVFP4, BF16, NVFP4, BF16, 1),
+    "canada-quant__DeepSeek-V4-Flash-W4A16-FP8-MTP": (43, INT4, BF16, INT4, BF16, 1),
+    "canada-quant__DeepSeek-V4-Flash-W4A16-FP8": (43, INT4, MISSING, INT4, BF16, 0),
+    "canada-quant__DeepSeek-V4-Pro-NVFP4-FP8-MTP": (61, NVFP4, MXFP4, NVFP4, NVFP4, 1),
+    "deepseek-ai__DeepSeek-V4-Flash-0731": (43, MXFP4, MXFP4, MXFP4, MXFP4, 3),
+    "deepseek-ai__DeepSeek-V4-Flash-Base": (43, FP8, FP8, FP8, FP8, 1),
+    "deepseek-ai__DeepSeek-V4-Flash-Vision-Exp": (43, MXFP4, MXFP4, MXFP4, MXFP4, 3),
+    "deepseek-ai__DeepSeek-V4-Flash": (43, MXFP4, MXFP4, MXFP4, MXFP4, 1),
+    "deepseek-ai__DeepSeek-V4-Pro-0813": (61, MXFP4, MXFP4, MXFP4, MXFP4, 3),
+    "deepseek-ai__DeepSeek-V4-Pro": (61, MXFP4, MXFP4, MXFP4, MXFP4, 1),
+    "deepseek-ai__DeepSeek-V4.1-Flash": (40, MXFP4, MXFP4, MXFP4, MXFP4, 3),
+    "nvidia__DeepSeek-V4-Flash-0731-NVFP4": (43, NVFP4, MXFP4, NVFP4, MXFP4, 3),
+    "nvidia__DeepSeek-V4-Flash-NVFP4": (43, NVFP4, MXFP4, NVFP4, MXFP4, 1),
+    "nvidia__DeepSeek-V4-Flash-nvfp4-DSpark": (43, NVFP4, NVFP4, NVFP4, NVFP4, 3),
+    "nvidia__DeepSeek-V4-Pro-0813-NVFP4": (61, NVFP4, MXFP4, NVFP4, MXFP4, 3),
+    "nvidia__DeepSeek-V4-Pro-NVFP4": (61, NVFP4, MXFP4, NVFP4, MXFP4, 1),
+    "nvidia__DeepSeek-V4.1-Flash-NVFP4": (40, NVFP4, MXFP4, NVFP4, MXFP4, 3),
+    "sgl-project__DeepSeek-V4-Flash-FP8": (43, FP8, FP8, FP8, FP8, 1),
+    "sgl-project__DeepSeek-V4-Pro-FP8": (61, FP8, FP8, FP8, FP8, 1),
+}
+
+
+def formats(checkpoint: Checkpoint) -> tuple[object, ...]:
+    """The same six facts as in PUBLISHED; a set where layers differ."""
+    main = {layer.stored_format for layer in checkpoint.main_layers}
+    draft = {layer.stored_format for layer in checkpoint.draft_layers}
+    return (
+        len(checkpoint.main_layers),
+        main.pop() if len(main) == 1 else main,
+        draft.pop() if len(draft) == 1 else draft,
+        checkpoint.declared_main,
+        checkpoint.declared_draft,
+        checkpoint.draft_stages,
+    )
+
+
+def test_every_spec_is_expected():
+    assert sorted(PUBLISHED) == sorted(path.stem for path in SPECS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoint(name, checkpoint, checkpoint_generator: ModuleType):
+    spec = json.loads((SPECS / f"{name}.json").read_text())
+    inventory = checkpoint_generator.inventory(spec)
+    read = read_checkpoint(checkpoint(name))
+
+    assert formats(read) == PUBLISHED[name]
+    assert read.tensor_count == spec["checks"].get("tensor_count", len(inventory))
+    payload = sum(size for _, _, size, _ in inventory.values())
+    assert read.payload_bytes == spec["checks"].get("payload_bytes", payload)
+    assert read.shard_count == spec["shards"]
+    text = spec["config"].get("text_config", spec["config"])
+    assert read.text_config == text
+    assert {layer.experts for layer in read.main_layers} == {text["n_routed_experts"]}
+    for layer in read.draft_layers:
+        names = {key.split(".")[4] for key in inventory if key.startswith(f"{layer.name}.")}
+        assert layer.experts == len(names)
+
+    stored = [tensor for tensor in read.tensors if tensor.dtype]
+    assert [
+        tensor
+        for tensor in stored
+        if inventory[tensor.name][:2] != [tensor.dtype, list(tensor.shape)]
+    ] == []
+    above_zero = re.compile(r"\.experts\.[1-9]")
+    kept = {key for key in inventory if not above_zero.search(key)}
+    assert {tensor.name for tensor in stored} == kept
+
+
+def test_details_name_the_dtypes(checkpoint):
+    read = read_checkpoint(checkpoint(HYBRID))
+    main, draft = read.main_layers[3], read.draft_layers[0]
+    assert main.name == "layers.3.ffn.experts"
+    assert main.detail == "U8 + F8_E4M3 weight_scale per 16 + F32 weight_scale_2"
+    assert draft.name == "mtp.0.ffn.experts"
+    assert draft.detail == "I8 + F8_E8M0 scale per 32"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "declared"),
+    [
+        (FLASH, "no-expert-dtype", (FP8, FP8)),
+        ("deepseek-ai__DeepSeek-V4-Pro", "no-expert-dtype", (FP8, FP8)),
+        (HYBRID, "old-hf-quant-config", (NVFP4, MXFP4)),
+        ("nvidia__DeepSeek-V4-Pro-NVFP4", "old-hf-quant-config", (NVFP4, MXFP4)),
+        (HYBRID, "synthetic-no-moe-quant-algo", (NVFP4, MXFP4)),
+        (HYBRID, "synthetic-no-group-size", (NVFP4, MXFP4)),
+        (HYBRID, "synthetic-no-mtp-ignore", (NVFP4, NVFP4)),
+        ("canada-quant__DeepSeek-V4-Flash-NVFP4-FP8-MTP", "ignore-layer-43", (NVFP4, BF16)),
+        ("RedHatAI__DeepSeek-V4-Flash-NVFP4-FP8", "lm-head-name", (NVFP4, NVFP4)),
+        ("sgl-project__DeepSeek-V4-Flash-FP8", "model-type-deepseek-v4", (FP8, FP8)),
+        ("sgl-project__DeepSeek-V4-Pro-FP8", "model-type-deepseek-v4", (FP8, FP8)),
+    ],
+)
+def test_variant_changes_only_what_is_declared(name, variant, declared, checkpoint):
+    read = read_checkpoint(checkpoint(name, experts=2, variant=variant))
+    assert (read.declared_main, read.declared_draft) == declared
+    assert formats(read)[:3] == PUBLISHED[name][:3]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "note"),
+    [
+        (HYBRID, None, "the index's total_size is 159609485896, the shards hold"),
+        (
+            "sgl-project__DeepSeek-V4-Flash-FP8",
+            None,
+            "layers.0.attn.wo_a.scale: in the index, not in the shard it names (43 such tensors)",
+        ),
+        (
+            "deepseek-ai__DeepSeek-V4-Flash-0731",
+            None,
+            "num_nextn_predict_layers is 1, and 3 draft stages are stored",
+        ),
+        (
+            "RedHatAI__DeepSeek-V4-Flash-NVFP4-FP8",
+            None,
+            "num_nextn_predict_layers is 1, and 0 draft stages are stored",
+        ),
+        (
+            HYBRID,
+            "synthetic-no-mtp-ignore",
+            "hf_quant_config.json disagrees with config.json: excluded modules differ by mtp.*",
+        ),
+        (HYBRID, "old-hf-quant-config", "config.json has no quantization_config"),
+        (FLASH, None, "layers.0.ffn.experts: 2 routed experts stored, 256 configured (43 such"),
+    ],
+)
+def test_notes(name, variant, note, checkpoint):
+    read = read_checkpoint(checkpoint(name, experts=2, variant=variant))
+    assert [text for text in read.notes if text.startswith(note)]
+
+
+def test_a_whole_stock_checkpoint_has_no_notes(checkpoint):
+    assert read_checkpoint(checkpoint(FLASH)).notes == ()
+
+
+def test_json_and_back(checkpoint):
+    read = read_checkpoint(checkpoint("nvidia__DeepSeek-V4.1-Flash-NVFP4", experts=2))
+    plain = json.loads(jsonio.dump(jsonio.to_plain(read)))
+    assert jsonio.from_plain(plain, Checkpoint, "snapshot") == read
+
+
+# ------------------------------------------------------------------ naming and mixtures
+
+
+def rename_tensors(target: Path, rename) -> None:
+    """Rename the tensors of the checkpoint in `target`, in headers and index."""
+    for shard in target.glob("*.safetensors"):
+        edit_header(shard, lambda header: {rename(name): entry for name, entry in header.items()})
+    path = target / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {rename(name): shard for name, shard in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+
+
+def edit_header(shard: Path, edit) -> None:
+    with open(shard, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    payload = shard.stat().st_size - 8 - length
+    raw = json.dumps(edit(header)).encode()
+    with open(shard, "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + payload)
+
+
+def hugging_face_name(name: str) -> str:
+    """V3's naming, with the draft as the layer after the last."""
+    name = name.replace("mtp.0.", "layers.43.").replace(".ffn.", ".mlp.")
+    for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        name = name.replace(f".{old}.", f".{new}.")
+    return f"model.{name}" if name.startswith("layers.") else name
+
+
+def test_hugging_face_names(checkpoint, copy_checkpoint, tmp_path):
+    folder = copy_checkpoint(checkpoint(FLASH, experts=2), tmp_path / "renamed")
+    rename_tensors(folder, hugging_face_name)
+    read = read_checkpoint(folder)
+    assert formats(read) == PUBLISHED[FLASH]
+    assert read.draft_layers[0].name == "model.layers.43.mlp.experts"
+
+
+def test_a_layer_stored_in_another_format_is_seen(checkpoint, copy_checkpoint, tmp_path):
+    def edit(header):
+        for name, entry in header.items():
+            if ".experts." in name and name.endswith(".scale"):
+                entry["dtype"] = "F8_E4M3"
+        return header
+
+    folder = copy_checkpoint(checkpoint(FLASH, experts=2), tmp_path / "mixed")
+    edit_header(folder / "model-00007-of-00046.safetensors", edit)
+    read = read_checkpoint(folder)
+    odd = [layer.index for layer in read.main_layers if layer.stored_format is not MXFP4]
+    assert odd == [5]
+    assert read.main_layers[5].detail == "I8 + F8_E4M3 scale per 32"
+    assert "main layers are stored in several formats: MXFP4, other" in read.notes
+
+
+def test_a_single_expert_of_another_dtype_is_seen(checkpoint, copy_checkpoint, tmp_path):
+    def edit(header):
+        header["layers.5.ffn.experts.1.w2.weight"]["dtype"] = "U8"
+        return header
+
+    folder = copy_checkpoint(checkpoint(FLASH, experts=2), tmp_path / "mixed")
+    edit_header(folder / "model-00007-of-00046.safetensors", edit)
+    layer = read_checkpoint(folder).main_layers[5]
+    assert layer.stored_format is StoredFormat.OTHER
+    assert layer.detail == "experts differ from each other: F8_E8M0, I8, U8"
+
+
+def test_without_an_index(checkpoint, copy_checkpoint, tmp_path):
+    folder = copy_checkpoint(checkpoint(FLASH, experts=2), tmp_path / "bare")
+    (folder / "model.safetensors.index.json").unlink()
+    read = read_checkpoint(folder)
+    assert formats(read) == PUBLISHED[FLASH]
+    assert not read.indexed
+
+
+# ------------------------------------------------------------------ content key
+
+
+def test_content_key_is_of_the_content(checkpoint, copy_checkpoint, tmp_path):
+    folder = checkpoint(HYBRID, experts=2)
+    key = read_checkpoint(folder).content_key
+    copy = copy_checkpoint(folder, tmp_path / "copy")
+    assert read_checkpoint(copy).content_key == key
+    keys = {key}
+    shard = copy / "model-00002-of-00046.safetensors"
+    for change in (
+        lambda: (copy / "config.json").write_text((copy / "config.json").read_text() + " "),
+        lambda: (copy / "hf_quant_config.json").unlink(),
+        lambda: edit_header(shard, lambda header: dict(reversed(header.items()))),
+    ):
+        change()
+        keys.add(read_checkpoint(copy).content_key)
+    assert len(keys) == 4
+
+
+# ------------------------------------------------------------------ materialise
+
+ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(?:w[123]|down_proj|up_proj|gate_proj)\.weight$")
+
+
+def expert_probe(folder: Path) -> str | None:
+    """SGLang's rule: the dtype of the first routed expert's weight in the index's order."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next((name for name in weight_map if ROUTED_EXPERT.search(name)), None)
+    if name is None:
+        return None
+    with open(folder / weight_map[name], "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header[name]["dtype"] if name in header else None
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_materialised_folder_reads_the_same(name, checkpoint, tmp_path):
+    original = checkpoint(name, experts=2)
+    read = read_checkpoint(original)
+    folder = materialise(read, tmp_path / "new")
+    again = read_checkpoint(folder)
+
+    assert formats(again) == formats(read)
+    assert again.tensors == read.tensors
+    assert (again.config, again.hf_quant_config) == (read.config, read.hf_quant_config)
+    assert expert_probe(folder) == expert_probe(original)
+
+
+def test_the_probe_answers_the_same_when_a_later_expert_comes_first(
+    checkpoint, copy_checkpoint, tmp_path
+):
+    """The index may name expert 1 of a draft layer before any other."""
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "shuffled")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names = sorted(index["weight_map"], key=lambda name: not name.startswith("mtp.0.ffn.experts.1"))
+    index["weight_map"] = {name: index["weight_map"][name] for name in names}
+    path.write_text(json.dumps(index))
+
+    assert expert_probe(folder) == "I8"
+    assert expert_probe(materialise(read_checkpoint(folder), tmp_path / "new")) == "I8"
+
+
+def test_materialise_keeps_what_is_there(checkpoint, tmp_path):
+    read = read_checkpoint(checkpoint(FLASH, experts=2))
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        materialise(read, tmp_path)
+    assert os.listdir(tmp_path) == ["mine.txt"]
+
+
+def test_materialise_stays_inside_the_folder(checkpoint, tmp_path):
+    read = read_checkpoint(checkpoint(FLASH, experts=2))
+    outside = replace(read.tensors[0], shard="../outside.safetensors")
+    with pytest.raises(UsageError, match="outside"):
+        materialise(replace(read, tensors=(outside,)), tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+# ------------------------------------------------------------------ the hub cache
+
+
+@pytest.fixture
+def hub(checkpoint, copy_checkpoint, tmp_path):
+    """A hub cache that holds one model, as the hub's client lays it out; its root."""
+    repository = tmp_path / "hub" / "models--nvidia--DeepSeek-V4-Flash-NVFP4"
+    snapshot = repository / "snapshots" / "48bfe38c"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("48bfe38c")
+    blobs = copy_checkpoint(checkpoint(HYBRID, experts=2), repository / "blobs")
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    return tmp_path / "hub"
+
+
+MODEL = "nvidia/DeepSeek-V4-Flash-NVFP4"
+
+
+@pytest.mark.parametrize("how", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
+def test_a_model_in_the_hub_cache(how, hub, tmp_path):
+    places = {"HF_HUB_CACHE": hub, "HF_HOME": tmp_path}
+    if how in ("XDG_CACHE_HOME", "HOME"):
+        cache = tmp_path / "home" / ".cache"
+        (cache / "huggingface").mkdir(parents=True)
+        (cache / "huggingface" / "hub").symlink_to(hub)
+        places |= {"XDG_CACHE_HOME": cache, "HOME": tmp_path / "home"}
+    folder = resolve_model(MODEL, {how: str(places[how])})
+    read = read_checkpoint(folder)
+    assert read.name == MODEL
+    assert formats(read) == PUBLISHED[HYBRID]
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert resolve_model(str(tmp_path), {}) == tmp_path
+
+
+def test_a_partly_downloaded_snapshot(hub):
+    blobs = hub / "models--nvidia--DeepSeek-V4-Flash-NVFP4" / "blobs"
+    (blobs / "model-00003-of-00046.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"partly downloaded \(45 of 46 shards\)") as caught:
+        resolve_model(MODEL, {"HF_HUB_CACHE": str(hub)})
+    assert MODEL in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nvidia/DeepSeek-V9", "neither a folder nor in the hub cache at"),
+        ("./missing", "no such folder"),
+        ("/missing/folder", "no such folder"),
+        ("../../models", "no such folder"),
+        ("", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("nul\0", "no such folder"),
+    ],
+)
+def test_no_such_model(model, message, hub):
+    with pytest.raises(UsageError, match=message) as caught:
+        resolve_model(model, {"HF_HUB_CACHE": str(hub)})
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"", b"..", b"../../x", b"\xff\xfe", b"unknown", b"a" * 9999])
+def test_a_bad_reference(content, hub):
+    (hub / "models--nvidia--DeepSeek-V4-Flash-NVFP4" / "refs" / "main").write_bytes(content)
+    with pytest.raises(UsageError, match="main"):
+        resolve_model(MODEL, {"HF_HUB_CACHE": str(hub)})
