@@ -269,6 +269,37 @@ def test_content_key_is_of_the_content(checkpoint, copy_checkpoint, tmp_path):
     assert len(keys) == 4
 
 
+def test_facts_from_the_cache_are_the_same(checkpoint, copy_checkpoint, tmp_path):
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "copy")
+    cache = tmp_path / "cache"
+    read = read_checkpoint(folder, cache)
+    (entry,) = cache.iterdir()
+    assert read_checkpoint(folder, cache) == read == read_checkpoint(folder)
+
+    entry.write_text(entry.read_text().replace("weight_scale per 16", "from the cache"))
+    assert "from the cache" in read_checkpoint(folder, cache).layers[0].detail
+    moved = folder.rename(tmp_path / "moved")
+    assert read_checkpoint(moved, cache).path == str(moved)
+
+    edit_header(
+        moved / "model-00002-of-00046.safetensors", lambda header: dict(reversed(header.items()))
+    )
+    assert "weight_scale per 16" in read_checkpoint(moved, cache).layers[0].detail
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_used_is_ignored(checkpoint, tmp_path):
+    folder = checkpoint(HYBRID, experts=2)
+    read = read_checkpoint(folder)
+    (tmp_path / "file").write_text("")
+    assert read_checkpoint(folder, tmp_path / "file" / "cache") == read
+    read_checkpoint(folder, tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").iterdir()
+    for content in ("", "null", "{}", "[" * 100_000, '{"content_key": 1}'):
+        entry.write_text(content)
+        assert read_checkpoint(folder, tmp_path / "cache") == read
+
+
 # ------------------------------------------------------------------ materialise
 
 ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.(?:w[123]|down_proj|up_proj|gate_proj)\.weight$")

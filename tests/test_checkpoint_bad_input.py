@@ -226,7 +226,7 @@ def test_a_config_field_of_the_wrong_type(field, value, message, folder):
         ("ignore", "mtp.*", "ignore should be a list"),
         ("ignore", [None], "ignore should hold strings, not null"),
         ("ignore", ["re:x{}".format("a" * i) for i in range(99)], "are too many"),
-        ("ignore", ["m"] * 30_000, "are too many"),
+        ("ignore", [f"m{i}*" for i in range(3000)], "are too many"),
         ("quantized_layers", [], "quantized_layers should be an object"),
         ("quantized_layers", {"a.experts": 1}, "quantized_layers.a.experts should be an object"),
         ("quantized_layers", {"a.experts": {"quant_algo": 1}}, "quant_algo should be a string"),

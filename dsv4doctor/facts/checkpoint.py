@@ -5,14 +5,16 @@ Nothing here reads weights or needs torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.cache import load_entry, save_entry
 from dsv4doctor.facts.config import (
     CONFIG_NAME,
     QUANT_CONFIG_NAME,
@@ -28,7 +30,7 @@ from dsv4doctor.facts.experts import (
     layer_place,
 )
 from dsv4doctor.facts.files import DOWNLOAD_HINT, MIB, parse_object, read_file, shown
-from dsv4doctor.facts.headers import Header, Kind, read_header
+from dsv4doctor.facts.headers import Header, Kind, RawHeader, parse_header, read_header
 from dsv4doctor.facts.hub import repository_name, resolve_model
 from dsv4doctor.facts.index import INDEX_NAME, Index, read_index, shards_of
 from dsv4doctor.facts.materialise import materialise
@@ -38,8 +40,8 @@ __all__ = ["materialise", "read_checkpoint", "resolve_model"]
 
 _CONFIG_LIMIT = 32 * MIB
 _QUANT_CONFIG_LIMIT = 64 * MIB
-_HEADERS_LIMIT = 1024 * MIB
-"""All headers together; V4-Pro's take 45 MiB."""
+_HEADERS_LIMIT = 256 * MIB
+"""All headers together; V4-Pro-NVFP4's take 40 MiB."""
 
 
 @dataclass
@@ -56,46 +58,93 @@ class _Stored:
     unknown_dtypes: set[str] = field(default_factory=set)
     tensor_count: int = 0
     payload_bytes: int = 0
-    header_bytes: int = 0
 
 
-class _Key:
-    """The content key as it grows."""
+@dataclass
+class _Files:
+    """What was read of the folder, and the key over it."""
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-
-    def add(self, label: str, raw: bytes, size: int) -> None:
-        self._digest.update(f"{len(label)} {label} {len(raw)} {size} ".encode())
-        self._digest.update(raw)
-
-    @property
-    def value(self) -> str:
-        return self._digest.hexdigest()
+    folder: Path
+    config: bytes
+    quant_config: bytes | None
+    index: Index | None
+    shards: dict[str, set[str]]
+    headers: dict[str, RawHeader]
+    content_key: str
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
     """The facts of the checkpoint in folder `path`.
+
+    With `cache`, a folder, the facts of a checkpoint read before come from there: its files
+    are read and hashed as always, but not parsed again.
 
     Raises UsageError, naming the file and what to do, for a folder that is not a whole
     DeepSeek-V4-family checkpoint.
     """
+    files = _read_files(path)
+    if cache is None:
+        return _checkpoint(files)
+    entry = cache / f"{files.content_key[:32]}-{_code_key()[:16]}.json"
+    found = load_entry(entry, Checkpoint)
+    if found is not None and found.content_key == files.content_key:
+        return replace(found, path=str(files.folder), name=repository_name(files.folder))
+    checkpoint = _checkpoint(files)
+    save_entry(entry, checkpoint)
+    return checkpoint
+
+
+def _read_files(path: Path) -> _Files:
+    """Read configs, index and headers of the folder at `path`; only the index is parsed."""
     folder = path.absolute()
     if not folder.is_dir():
         raise UsageError(f"{path}: no such folder", "Give the folder that holds config.json.")
-    key = _Key()
-    raw_config = _read_object(folder / CONFIG_NAME, _CONFIG_LIMIT, key)
-    raw_quant = None
+    config = read_file(folder / CONFIG_NAME, _CONFIG_LIMIT)
+    quant_config = None
     if os.path.lexists(folder / QUANT_CONFIG_NAME):
-        raw_quant = _read_object(folder / QUANT_CONFIG_NAME, _QUANT_CONFIG_LIMIT, key)
-    config = read_config(
-        raw_config, raw_quant, str(folder / CONFIG_NAME), str(folder / QUANT_CONFIG_NAME)
-    )
+        quant_config = read_file(folder / QUANT_CONFIG_NAME, _QUANT_CONFIG_LIMIT)
     index = read_index(folder)
-    if index is not None:
-        key.add(INDEX_NAME, index.raw, len(index.raw))
     shards = shards_of(folder, index)
-    names, stored = _read_shards(folder, shards, index, key)
+    headers: dict[str, RawHeader] = {}
+    total = 0
+    for shard in shards:
+        headers[shard] = read_header(folder / shard)
+        total += len(headers[shard].raw)
+        if total > _HEADERS_LIMIT:
+            raise UsageError(
+                f"{folder}: headers of more than {_HEADERS_LIMIT} bytes in all", DOWNLOAD_HINT
+            )
+    parts = [(CONFIG_NAME, config, 0), (QUANT_CONFIG_NAME, quant_config or b"", 0)]
+    parts.append((INDEX_NAME, index.raw if index else b"", 0))
+    parts += [(shard, header.raw, header.file_size) for shard, header in headers.items()]
+    return _Files(folder, config, quant_config, index, shards, headers, _digest(parts))
+
+
+def _digest(parts: Iterable[tuple[str, bytes, int]]) -> str:
+    digest = hashlib.sha256()
+    for label, raw, size in parts:
+        digest.update(f"{len(label)} {label} {len(raw)} {size} ".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _code_key() -> str:
+    """A key over the code that makes facts: other code, other facts."""
+    here = Path(__file__).parent
+    sources = [*sorted(here.glob("*.py")), here.parent / "models.py"]
+    return _digest((source.name, source.read_bytes(), 0) for source in sources)
+
+
+def _checkpoint(files: _Files) -> Checkpoint:
+    folder = files.folder
+    config_source, quant_source = str(folder / CONFIG_NAME), str(folder / QUANT_CONFIG_NAME)
+    raw_config = parse_object(files.config, config_source)
+    raw_quant = None
+    if files.quant_config is not None:
+        raw_quant = parse_object(files.quant_config, quant_source)
+    config = read_config(raw_config, raw_quant, config_source, quant_source)
+    names, stored = _read_shards(files)
 
     stages = _draft_stages([*stored.kept, *(f"{name}." for name in stored.tallies)], config)
     layers = expert_layers(
@@ -104,7 +153,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     declared_main, main_notes = declared(config, layers, Role.MAIN)
     declared_draft, draft_notes = declared(config, layers, Role.DRAFT)
     notes = [*config.notes, *main_notes, *draft_notes, *_layer_notes(layers, stages, config)]
-    notes += _stored_notes(stored, index.total_size if index else None)
+    notes += _stored_notes(stored, files.index.total_size if files.index else None)
     return Checkpoint(
         path=str(folder),
         name=repository_name(folder),
@@ -116,44 +165,31 @@ def read_checkpoint(path: Path) -> Checkpoint:
         declared_draft=declared_draft,
         layers=layers,
         draft_stages=stages,
-        tensors=tuple(_tensors(names, stored, index)),
+        tensors=tuple(_tensors(names, stored, files.index)),
         tensor_count=stored.tensor_count,
         payload_bytes=stored.payload_bytes,
-        shard_count=len(shards),
-        content_key=key.value,
+        shard_count=len(files.shards),
+        content_key=files.content_key,
         notes=tuple(notes),
-        indexed=index is not None,
+        indexed=files.index is not None,
     )
 
 
-def _read_object(path: Path, limit: int, key: _Key) -> dict[str, Any]:
-    raw = read_file(path, limit)
-    key.add(path.name, raw, len(raw))
-    return parse_object(raw, str(path))
-
-
-def _read_shards(
-    folder: Path, shards: dict[str, set[str]], index: Index | None, key: _Key
-) -> tuple[Iterable[str], _Stored]:
+def _read_shards(files: _Files) -> tuple[Iterable[str], _Stored]:
     """The names of the tensors to keep, in order, and what the shards hold."""
     stored = _Stored()
-    listed = None if index is None else kept_names(index.weight_map)
-    keep: dict[str, list[str]] = {shard: [] for shard in shards}
-    for name in listed or ():
-        assert index is not None
-        keep[index.weight_map[name]].append(name)
-    for shard, wanted in shards.items():
-        header = read_header(folder / shard)
-        key.add(shard, header.raw, header.file_size)
-        stored.header_bytes += len(header.raw)
-        if stored.header_bytes > _HEADERS_LIMIT:
-            raise UsageError(
-                f"{folder}: headers of more than {_HEADERS_LIMIT} bytes in all", DOWNLOAD_HINT
-            )
-        if listed is None:
+    index = files.index
+    listed = [] if index is None else kept_names(index.weight_map)
+    keep: dict[str, list[str]] = {shard: [] for shard in files.shards}
+    if index is not None:
+        for name in listed:
+            keep[index.weight_map[name]].append(name)
+    for shard, wanted in files.shards.items():
+        header = parse_header(files.headers[shard], files.folder / shard)
+        if index is None:
             wanted, keep[shard] = set(header.tensors), kept_names(header.tensors)
         _add_shard(stored, shard, header, wanted, keep[shard])
-    return stored.kept if listed is None else listed, stored
+    return stored.kept if index is None else listed, stored
 
 
 def _add_shard(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.files import DOWNLOAD_HINT, field, objects, shown, strings
 from dsv4doctor.models import StoredFormat
 
-_PATTERN_LIMIT = 20_000
+_GLOB_LIMIT = 1024
 _EXPRESSION_LIMIT = 64
 """More than any export writes; each is tried on every layer."""
 
@@ -41,6 +41,25 @@ _PLAIN_METHODS = (None, "fp8", "modelopt", "modelopt_fp4", "modelopt_fp8", "mode
 
 
 @dataclass(frozen=True)
+class Patterns:
+    """Names of modules as quantization blocks write them."""
+
+    plain: frozenset[str]
+    """Names: of a module, or of one that it is in."""
+    globs: tuple[str, ...]
+    expressions: tuple[str, ...]
+    """Regular expressions that match from the start ("re:...")."""
+
+    def cover(self, *names: str) -> bool:
+        """Whether one of `names` is meant."""
+        return (
+            any(part in self.plain for name in names for part in _containing(name))
+            or any(fnmatch.fnmatchcase(name, glob) for glob in self.globs for name in names)
+            or any(re.match(text, name) for text in self.expressions for name in names)
+        )
+
+
+@dataclass(frozen=True)
 class Quantization:
     """One quantization block, its fields checked."""
 
@@ -50,10 +69,11 @@ class Quantization:
     block_scaled: bool
     """The dense weights are declared FP8 with a scale per block."""
     excluded: tuple[str, ...] | None
-    """None: the block has no such list."""
+    """As written; None: the block has no such list."""
+    exclusions: Patterns
     layers: dict[str, frozenset[str]]
     """Routed experts named in quantized_layers ("layers.3.ffn.experts") -> algorithms."""
-    groups: tuple[tuple[tuple[str, ...], StoredFormat], ...]
+    groups: tuple[tuple[Patterns, StoredFormat], ...]
     """compressed-tensors: (targets, format)."""
     unread: tuple[str, ...]
     """Regular expressions that are not evaluated: wrong, or too slow to be a module's name."""
@@ -67,30 +87,25 @@ def read_quantization(block: dict[str, Any], source: str) -> Quantization:
     excluded = strings(block, "ignore", source)
     if excluded is None:
         excluded = strings(block, "exclude_modules", source)
-    groups = tuple(_groups(block, source))
-    patterns = [*(excluded or ()), *(target for targets, _ in groups for target in targets)]
-    expressions = {pattern for pattern in patterns if pattern.startswith("re:")}
-    if len(patterns) > _PATTERN_LIMIT or len(expressions) > _EXPRESSION_LIMIT:
-        raise UsageError(
-            f"{source}: {len(patterns)} module patterns, {len(expressions)} of them regular"
-            f" expressions, are too many (at most {_PATTERN_LIMIT} and {_EXPRESSION_LIMIT})",
-            DOWNLOAD_HINT,
-        )
     layers: dict[str, set[str]] = {}
     for name, entry in (objects(block, "quantized_layers", source) or {}).items():
         layer, found, _ = name.partition(".experts")
         algorithm = field(entry, "quant_algo", str, f"{source}: quantized_layers")
         if found and algorithm:
             layers.setdefault(f"{layer}.experts", set()).add(algorithm.upper())
+    unread: set[str] = set()
+    exclusions = _patterns(excluded or [], unread, source)
+    groups = tuple(_groups(block, unread, source))
     return Quantization(
         method=field(block, "quant_method", str, source),
         algorithm=_upper(field(block, "quant_algo", str, source)),
         moe_algorithm=_upper(field(block, "moe_quant_algo", str, source)),
         block_scaled=bool(field(block, "weight_block_size", list, source)),
         excluded=None if excluded is None else tuple(excluded),
+        exclusions=exclusions,
         layers={name: frozenset(found) for name, found in layers.items()},
         groups=groups,
-        unread=tuple(sorted(text for text in expressions if not _is_cheap(text[3:]))),
+        unread=tuple(sorted(unread)),
     )
 
 
@@ -109,7 +124,7 @@ def declared_format(
     if quantization.method not in _PLAIN_METHODS:
         return None
     base = _plain(quantization, expert_dtype, dtype)
-    if _matches(quantization.excluded or (), (layer, f"{layer}.0", f"{layer}.0.w1")):
+    if quantization.exclusions.cover(layer, f"{layer}.0", f"{layer}.0.w1"):
         return base
     if quantization.moe_algorithm:
         return _algorithm(quantization.moe_algorithm)
@@ -161,18 +176,21 @@ def _plain(
 def _compressed(quantization: Quantization, layer: str) -> StoredFormat:
     # Targets use Hugging Face's projection names even where the tensors say w1.
     names = (f"{layer}.0.w1", f"{layer}.0.gate_proj")
-    if not _matches(quantization.excluded or (), names):
+    if not quantization.exclusions.cover(*names):
         for targets, stored in quantization.groups:
-            if "Linear" in targets or _matches(targets, names):
+            if "Linear" in targets.plain or targets.cover(*names):
                 return stored
     return StoredFormat.BF16
 
 
-def _groups(block: dict[str, Any], source: str) -> Iterable[tuple[tuple[str, ...], StoredFormat]]:
+def _groups(
+    block: dict[str, Any], unread: set[str], source: str
+) -> Iterator[tuple[Patterns, StoredFormat]]:
     for name, group in (objects(block, "config_groups", source) or {}).items():
         where = f"{source}: config_groups.{shown(name)}"
         weights = field(group, "weights", dict, where) or {}
-        yield tuple(strings(group, "targets", where) or ()), _weights_format(weights)
+        targets = strings(group, "targets", where) or []
+        yield _patterns(targets, unread, where), _weights_format(weights)
 
 
 def _weights_format(weights: dict[str, Any]) -> StoredFormat:
@@ -186,18 +204,31 @@ def _weights_format(weights: dict[str, Any]) -> StoredFormat:
     return StoredFormat.INT4 if kind == "int" and bits == 4 else StoredFormat.OTHER
 
 
-def _matches(patterns: Iterable[str], names: tuple[str, ...]) -> bool:
-    """Whether one of `patterns` covers one of `names`: "re:...", a glob, or a module's name."""
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if _is_cheap(pattern[3:]) and any(re.match(pattern[3:], name) for name in names):
-                return True
-        elif any(character in pattern for character in "*?["):
-            if len(pattern) <= 300 and any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                return True
-        elif any(name == pattern or name.startswith(f"{pattern}.") for name in names):
-            return True
-    return False
+def _patterns(texts: list[str], unread: set[str], source: str) -> Patterns:
+    """`texts` by kind; expressions that are not evaluated go to `unread`."""
+    expressions = {text for text in texts if text.startswith("re:")}
+    globs = {text for text in texts if any(mark in text for mark in "*?[")} - expressions
+    if len(globs) > _GLOB_LIMIT or len(expressions) > _EXPRESSION_LIMIT:
+        raise UsageError(
+            f"{source}: {len(globs)} patterns and {len(expressions)} regular expressions for"
+            f" modules are too many (at most {_GLOB_LIMIT} and {_EXPRESSION_LIMIT})",
+            DOWNLOAD_HINT,
+        )
+    slow = {text for text in expressions if not _is_cheap(text[3:])}
+    slow |= {text for text in globs if len(text) > 300}
+    unread |= slow
+    return Patterns(
+        plain=frozenset(texts) - globs - expressions,
+        globs=tuple(sorted(globs - slow)),
+        expressions=tuple(sorted(text[3:] for text in expressions - slow)),
+    )
+
+
+def _containing(name: str) -> Iterator[str]:
+    """ "a.b.c" gives "a.b.c", "a.b", "a"."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _is_cheap(expression: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dsv4doctor.facts.headers import Kind
 from dsv4doctor.models import ExpertLayer, Role, StoredFormat
 
-_LAYER = re.compile(r"(?:(?:model|language_model)\.)*(layers|mtp|nextn)\.(?:layers\.)?(\d{1,4})\.")
+_LAYER = re.compile(r"(?:(?:model|language_model)\.)*(layers|mtp|nextn)\.(?:layers\.)?(\d{1,3})\.")
 
 _WEIGHTS = ("weight", "weight_packed")
 _SCALES = ("scale", "weight_scale", "weight_scale_inv")

@@ -38,10 +38,8 @@ _INT_ONLY = {int}
 
 @dataclass(frozen=True)
 class Header:
-    """The header of one shard, checked against the file's size."""
+    """The tensors of one shard."""
 
-    raw: bytes
-    file_size: int
     payload_bytes: int
     tensors: dict[str, Kind]
     """In the header's order.  Equal kinds are one object."""
@@ -63,11 +61,18 @@ def byte_size(kind: Kind) -> int | None:
     return bits // 8
 
 
-def read_header(path: Path) -> Header:
-    """The header of the safetensors file at `path`.
+@dataclass(frozen=True)
+class RawHeader:
+    """The bytes of one shard's header, not looked at yet."""
 
-    Raises UsageError when the file is not a whole, well-formed safetensors file.  Reads the
-    header only, at most HEADER_LIMIT bytes.
+    raw: bytes
+    file_size: int
+
+
+def read_header(path: Path) -> RawHeader:
+    """The header of the safetensors file at `path`, at most HEADER_LIMIT bytes.
+
+    Raises UsageError when the file cannot hold a header of the length it states.
     """
     file_size = regular_size(path)
     start = read_part(path, 8)
@@ -79,15 +84,23 @@ def read_header(path: Path) -> Header:
     raw = read_part(path, length, 8)
     if len(raw) != length or raw[:1] != b"{":
         raise _bad(path, "its header does not start with '{'")
-    entries = parse_object(raw, f"{path}: header")
+    return RawHeader(raw, file_size)
+
+
+def parse_header(header: RawHeader, path: Path) -> Header:
+    """What `header`, of the file at `path`, says, checked against the file's size.
+
+    Raises UsageError when the file is not a whole, well-formed safetensors file.
+    """
+    entries = parse_object(header.raw, f"{path}: header")
     metadata = entries.pop("__metadata__", None)
     if metadata is not None and not isinstance(metadata, dict):
         raise _bad(path, "its __metadata__ is not an object")
-    if raw.count(b'"data_offsets"') != len(entries):
-        _refuse_duplicates(raw, path)
-    payload = file_size - 8 - length
+    if header.raw.count(b'"data_offsets"') != len(entries):
+        _refuse_duplicates(header.raw, path)
+    payload = header.file_size - 8 - len(header.raw)
     tensors, unknown = _checked(entries, payload, path)
-    return Header(raw, file_size, payload, tensors, frozenset(unknown))
+    return Header(payload, tensors, frozenset(unknown))
 
 
 def _checked(entries: dict[str, Any], payload: int, path: Path) -> tuple[dict[str, Kind], set[str]]:
