@@ -32,7 +32,7 @@ from dsv4doctor.facts.experts import (
 from dsv4doctor.facts.files import DOWNLOAD_HINT, MIB, parse_object, read_file, shown
 from dsv4doctor.facts.headers import Header, Kind, RawHeader, parse_header, read_header
 from dsv4doctor.facts.hub import repository_name, resolve_model
-from dsv4doctor.facts.index import INDEX_NAME, Index, read_index, shards_of
+from dsv4doctor.facts.index import INDEX_NAME, Index, listed_tensors, read_index, shards_of
 from dsv4doctor.facts.materialise import materialise
 from dsv4doctor.models import Checkpoint, ExpertLayer, Role, StoredFormat, TensorInfo
 
@@ -68,8 +68,8 @@ class _Files:
     config: bytes
     quant_config: bytes | None
     index: Index | None
-    shards: dict[str, set[str]]
     headers: dict[str, RawHeader]
+    """By shard, sorted."""
     content_key: str
 
 
@@ -104,10 +104,9 @@ def _read_files(path: Path) -> _Files:
     if os.path.lexists(folder / QUANT_CONFIG_NAME):
         quant_config = read_file(folder / QUANT_CONFIG_NAME, _QUANT_CONFIG_LIMIT)
     index = read_index(folder)
-    shards = shards_of(folder, index)
     headers: dict[str, RawHeader] = {}
     total = 0
-    for shard in shards:
+    for shard in shards_of(folder, index):
         headers[shard] = read_header(folder / shard)
         total += len(headers[shard].raw)
         if total > _HEADERS_LIMIT:
@@ -117,7 +116,7 @@ def _read_files(path: Path) -> _Files:
     parts = [(CONFIG_NAME, config, 0), (QUANT_CONFIG_NAME, quant_config or b"", 0)]
     parts.append((INDEX_NAME, index.raw if index else b"", 0))
     parts += [(shard, header.raw, header.file_size) for shard, header in headers.items()]
-    return _Files(folder, config, quant_config, index, shards, headers, _digest(parts))
+    return _Files(folder, config, quant_config, index, headers, _digest(parts))
 
 
 def _digest(parts: Iterable[tuple[str, bytes, int]]) -> str:
@@ -168,7 +167,7 @@ def _checkpoint(files: _Files) -> Checkpoint:
         tensors=tuple(_tensors(names, stored, files.index)),
         tensor_count=stored.tensor_count,
         payload_bytes=stored.payload_bytes,
-        shard_count=len(files.shards),
+        shard_count=len(files.headers),
         content_key=files.content_key,
         notes=tuple(notes),
         indexed=files.index is not None,
@@ -179,17 +178,20 @@ def _read_shards(files: _Files) -> tuple[Iterable[str], _Stored]:
     """The names of the tensors to keep, in order, and what the shards hold."""
     stored = _Stored()
     index = files.index
-    listed = [] if index is None else kept_names(index.weight_map)
-    keep: dict[str, list[str]] = {shard: [] for shard in files.shards}
+    names: Iterable[str] = stored.kept
+    keep: dict[str, list[str]] = {shard: [] for shard in files.headers}
     if index is not None:
-        for name in listed:
+        listed = listed_tensors(index)
+        names = kept_names(index.weight_map)
+        for name in names:
             keep[index.weight_map[name]].append(name)
-    for shard, wanted in files.shards.items():
-        header = parse_header(files.headers[shard], files.folder / shard)
+    for shard, raw in files.headers.items():
+        header = parse_header(raw, files.folder / shard)
         if index is None:
-            wanted, keep[shard] = set(header.tensors), kept_names(header.tensors)
-        _add_shard(stored, shard, header, wanted, keep[shard])
-    return stored.kept if index is None else listed, stored
+            _add_shard(stored, shard, header, set(header.tensors), kept_names(header.tensors))
+        else:
+            _add_shard(stored, shard, header, listed[shard], keep[shard])
+    return names, stored
 
 
 def _add_shard(

@@ -58,30 +58,33 @@ def check_shard_name(shard: str, source: str) -> None:
         )
 
 
-def shards_of(folder: Path, index: Index | None) -> dict[str, set[str]]:
-    """Shard -> tensors that the index puts there, by shard name; every shard exists.
-
-    Without an index: every .safetensors file in the folder, and no tensors.
-    """
+def shards_of(folder: Path, index: Index | None) -> list[str]:
+    """The shards by name, all there: those in the index, else every .safetensors file."""
     if index is None:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:
             raise UsageError(
                 f"{folder}: neither {INDEX_NAME} nor a .safetensors file", DOWNLOAD_HINT
             )
-        return {name: set() for name in names}
-    shards: dict[str, set[str]] = {}
-    for name, shard in index.weight_map.items():
-        found = shards.get(shard)
-        if found is None:
-            found = shards[shard] = set()
-        found.add(name)
-    missing = sorted(shard for shard in shards if not os.path.exists(folder / shard))
+        return names
+    names = sorted(set(index.weight_map.values()))
+    missing = [shard for shard in names if not os.path.exists(folder / shard)]
     if missing:
         state = "only partly downloaded" if is_snapshot(folder) else "incomplete"
         raise UsageError(
             f"{folder}: {state}: the index names {shown(missing[0])}, which is not there"
-            f" ({len(missing)} of {len(shards)} shards are missing)",
+            f" ({len(missing)} of {len(names)} shards are missing)",
             "Finish the download, or point to another copy of the checkpoint.",
         )
-    return dict(sorted(shards.items()))
+    return names
+
+
+def listed_tensors(index: Index) -> dict[str, set[str]]:
+    """Shard -> the tensors that the index puts there."""
+    listed: dict[str, set[str]] = {}
+    for name, shard in index.weight_map.items():
+        found = listed.get(shard)
+        if found is None:
+            found = listed[shard] = set()
+        found.add(name)
+    return listed
