@@ -1,0 +1,346 @@
+"""Launch scripts as people write them, and input that is none."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsv4doctor.errors import UsageError
+from dsv4doctor.launch import from_arguments, read_script
+from dsv4doctor.models import Launch
+
+BASE = {"HOME": "/home/me", "MODELS": "/srv/models"}
+SERVER = "python -m sglang.launch_server"
+
+
+def read(folder: Path, text: str, line: int | None = None) -> Launch:
+    script = folder / "serve.sh"
+    script.write_bytes(text.encode())
+    return read_script(script, BASE, line)
+
+
+# name -> (script, model, flags)
+SPELLINGS = {
+    "python": (f"{SERVER} --model-path /m --tp 4", "/m", ["--tp", "4"]),
+    "equals": (f"{SERVER} --tp=4 --model-path=/m", "/m", ["--tp=4"]),
+    "model": (f"{SERVER} --model org/name --tp 4", "org/name", ["--tp", "4"]),
+    "last model counts": (f"{SERVER} --model-path /a --model-path /b", "/b", []),
+    "python options": ("python3.12 -u -X dev -m sglang.launch_server --model /m", "/m", []),
+    "serve": ("sglang serve /m --tp 4", "/m", ["--tp", "4"]),
+    "serve with flag": ("sglang serve --tp 4 --model-path /m", "/m", ["--tp", "4"]),
+    "serve, model type": ("sglang serve /m --model-type llm --tp 4", "/m", ["--tp", "4"]),
+    "cli module": ("python -m sglang.cli.main serve /m", "/m", []),
+    "file": ("python /opt/sglang/python/sglang/launch_server.py --model /m", "/m", []),
+    "continuation": (f"{SERVER} \\\n  --model-path /m \\\n  --tp 4 \\\n", "/m", ["--tp", "4"]),
+    "windows line ends": (
+        f"{SERVER} \\\r\n  --model-path /m \\\r\n --tp 4\r\n",
+        "/m",
+        ["--tp", "4"],
+    ),
+    "byte order mark": (f"\ufeff{SERVER} --model /m", "/m", []),
+    "comment after": (f"{SERVER} --model /m # --tp 4", "/m", []),
+    "hash inside": (f"{SERVER} --model /m#1 --tp 4", "/m#1", ["--tp", "4"]),
+    "comment ends a continuation": (f"{SERVER} --model /m \\\n # --tp 4\n", "/m", []),
+    "background": (f"{SERVER} --model /m --tp 4 &\nwait", "/m", ["--tp", "4"]),
+    "tee": (f"{SERVER} --model /m --tp 4 2>&1 | tee log.txt", "/m", ["--tp", "4"]),
+    "redirections": (
+        f"{SERVER} --model /m >>a.log 2>b.log --tp 4 < /dev/null",
+        "/m",
+        ["--tp", "4"],
+    ),
+    "both streams": (f"{SERVER} --model /m --tp 4 &> serve.log &", "/m", ["--tp", "4"]),
+    "process substitution": (
+        f"{SERVER} --model /m --tp 4 > >(tee a) 2> >(tee b)",
+        "/m",
+        ["--tp", "4"],
+    ),
+    "single quotes": (
+        f"""{SERVER} --model '/a $b' --x '{{"k": 1}}'""",
+        "/a $b",
+        ["--x", '{"k": 1}'],
+    ),
+    "double quotes": (f'{SERVER} --model "/a b" --x "{{\\"k\\": 1}}"', "/a b", ["--x", '{"k": 1}']),
+    "glued quotes": (f"{SERVER} --model=/a\" b\"'c' --x a\\ b", "/a bc", ["--x", "a b"]),
+    "ansi-c quotes": (f"{SERVER} --model /m --x $'a\\tb'", "/m", ["--x", "a\tb"]),
+    "empty argument": (f'{SERVER} --model /m --x ""', "/m", ["--x", ""]),
+    "variable": (f"MODEL=/m\nTP=4\n{SERVER} --model $MODEL --tp ${{TP}}", "/m", ["--tp", "4"]),
+    "around the script": (f"{SERVER} --model $MODELS/x", "/srv/models/x", []),
+    "default": (f"{SERVER} --model ${{M:-/m}} --tp ${{TP:-4}}", "/m", ["--tp", "4"]),
+    "default unused": (f"M=/n; {SERVER} --model ${{M:-/m}}", "/n", []),
+    "default in default": (f'{SERVER} --model "${{M:-${{N:-/m n}}}}"', "/m n", []),
+    "assigning default": (f": ${{M:=/m}}\n{SERVER} --model $M", "/m", []),
+    "alternative": (f"T=1\n{SERVER} --model /m ${{T:+--tp 4}} ${{U:+--no}}", "/m", ["--tp", "4"]),
+    "splitting": (f'A="--tp 4  --x"\n{SERVER} --model /m $A', "/m", ["--tp", "4", "--x"]),
+    "no splitting": (f'A="--tp 4"\n{SERVER} --model /m "$A"', "/m", ["--tp 4"]),
+    "appending": (f'A="--tp 4"\nA+=" --x"\n{SERVER} --model /m $A', "/m", ["--tp", "4", "--x"]),
+    "array": (
+        f'ARGS=(\n --model /m\n # more\n --tp 4 "a b"\n)\nARGS+=(--x)\n{SERVER} "${{ARGS[@]}}"',
+        "/m",
+        ["--tp", "4", "a b", "--x"],
+    ),
+    "empty array": (f'A=()\n{SERVER} --model /m "${{A[@]}}" --tp 4', "/m", ["--tp", "4"]),
+    "guarded array": (f'A=(--x)\n{SERVER} --model /m ${{A[@]+"${{A[@]}}"}}', "/m", ["--x"]),
+    "element": (f"A=(/l /m)\n{SERVER} --model ${{A[1]}}", "/m", []),
+    "command in an array": (f'CMD=({SERVER} --model /m)\nexec "${{CMD[@]}}"', "/m", []),
+    "command in a string": (
+        f'CMD="{SERVER} --model /m"\nCMD="$CMD --tp 4"\neval $CMD',
+        "/m",
+        ["--tp", "4"],
+    ),
+    "tilde": (f"{SERVER} --model ~/m", "/home/me/m", []),
+    "here-document": (f"cat > x <<'EOF'\n{SERVER} --model /no\nEOF\n{SERVER} --model /m", "/m", []),
+    "echo": (
+        f'echo {SERVER} --model /no\necho "{SERVER} --model /no"\n{SERVER} --model /m',
+        "/m",
+        [],
+    ),
+    "pkill": (f'pkill -f "{SERVER}" || true\n{SERVER} --model /m', "/m", []),
+    "subshell": (f"(cd /x && {SERVER} --model /m)", "/m", []),
+    "after and": (f"source /v/bin/activate && {SERVER} --model /m", "/m", []),
+    "function": (f'launch() {{\n  {SERVER} --model /m "$@"\n}}\nlaunch', "/m", []),
+    "case": (
+        f"case $1 in\n a) TP=2 ;;\n *) TP=4 ;;\nesac\n{SERVER} --model /m --tp $TP",
+        "/m",
+        ["--tp", "4"],
+    ),
+    "if": (f"if [[ $A == b && -f x ]]; then\n{SERVER} --model /m\nfi", "/m", []),
+    "loop": (f"for i in 1 2; do\n  {SERVER} --model /m\ndone", "/m", []),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_one_command(name: str, tmp_path: Path) -> None:
+    text, model, flags = SPELLINGS[name]
+    launch = read(tmp_path, f"#!/bin/bash\nset -euo pipefail\n{text}\n")
+    assert (launch.model, list(launch.flags)) == (model, flags)
+
+
+# What stands in front -> (wrappers, environment)
+FRONTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "exec": (("exec",), {}),
+    "nohup": (("nohup",), {}),
+    "A=1 CUDA_VISIBLE_DEVICES=0,1 exec": (("exec",), {"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}),
+    "env A=1 B='x y'": (("env",), {"A": "1", "B": "x y"}),
+    "A=0 env -u A B=1": (("env",), {"B": "1"}),
+    "export A=1; nice -n 5": (("nice",), {"A": "1"}),
+    "export A; A=1;": ((), {"A": "1"}),
+    "declare -x A=1;": ((), {"A": "1"}),
+    "set -a; A=1; set +a; B=2;": ((), {"A": "1"}),
+    "export A=1 B=2; unset A;": ((), {"B": "2"}),
+    "MODELS=/other;": ((), {"MODELS": "/other"}),
+    "A=1;": ((), {}),
+    "numactl --cpunodebind=0 --membind 0": (("numactl",), {}),
+    "taskset -c 0-31": (("taskset",), {}),
+    "timeout -s INT 3600 stdbuf -oL": (("timeout", "stdbuf"), {}),
+    "sudo -E A=1 numactl -N 0": (("sudo", "numactl"), {"A": "1"}),
+    "srun --export=ALL,A=1 -N 1": (("srun",), {"A": "1"}),
+    "uv run": (("uv",), {}),
+    "./wrap.sh": (("wrap.sh",), {}),
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_what_stands_in_front(front: str, tmp_path: Path) -> None:
+    launch = read(tmp_path, f"{front} {SERVER} --model-path /m --tp 4\n")
+    wrappers, environment = FRONTS[front]
+    assert (launch.model, launch.flags) == ("/m", ("--tp", "4"))
+    assert (launch.wrappers, launch.environment) == (wrappers, environment)
+
+
+DOCKER = """\
+export SGLANG_OUTSIDE=1 TOKEN=t
+docker run --rm --gpus all --shm-size 32g -p 30000:30000 \\
+    -v /data/models:/models -v ~/.cache:/root/.cache \\
+    -e A=1 --env B=2 --env=C=3 -e TOKEN \\
+    lmsysorg/sglang:latest """
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [f"{SERVER} --model /models/v4 --tp 4", f"bash -c '{SERVER} --model /models/v4 --tp 4'"],
+)
+def test_a_container_sees_its_own_variables_and_folders(inner: str, tmp_path: Path) -> None:
+    launch = read(tmp_path, DOCKER + inner)
+    assert launch.environment == {"A": "1", "B": "2", "C": "3", "TOKEN": "t"}
+    assert launch.model == "/data/models/v4"
+    assert launch.interpreter is None
+    assert launch.wrappers[0] == "docker"
+    assert any("SGLANG_OUTSIDE" in note for note in launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "interpreter"),
+    [
+        (f"{SERVER} --model /m", None),
+        ("/opt/v/bin/python -m sglang.launch_server --model /m", "/opt/v/bin/python"),
+        ("/opt/v/bin/sglang serve /m", "/opt/v/bin/python"),
+        ("P=/opt/v/bin/python3\nexec $P -m sglang.launch_server --model /m", "/opt/v/bin/python3"),
+        (f"source /opt/v/bin/activate\n{SERVER} --model /m", "/opt/v/bin/python"),
+        ("torchrun --nproc-per-node 1 -m sglang.launch_server --model /m", None),
+    ],
+)
+def test_interpreter(text: str, interpreter: str | None, tmp_path: Path) -> None:
+    assert read(tmp_path, text).interpreter == interpreter
+
+
+def test_shell_inside_a_shell_sees_exports_only(tmp_path: Path) -> None:
+    text = f'export A=1\nB=2\nbash -lc \'C=3 {SERVER} --model /m --x "$A" --y "$B"\''
+    launch = read(tmp_path, text)
+    assert launch.flags == ("--x", "1", "--y", "")
+    assert launch.environment == {"A": "1", "C": "3"}
+    assert launch.wrappers == ("bash",)
+
+
+def test_what_cannot_be_known_is_noted(tmp_path: Path) -> None:
+    text = f'{SERVER} --model "$1" --tp $(nproc) $EXTRA --x "$UNSET"\n'
+    launch = read(tmp_path, text)
+    assert launch.model is None
+    assert launch.flags == ("--tp", "$(nproc)", "--x", "")
+    for name in ("$1", "$(nproc)", "$EXTRA", "$UNSET"):
+        assert any(name in note and "line 1" in note for note in launch.notes), name
+
+
+def test_a_model_below_an_unset_folder_is_not_guessed(tmp_path: Path) -> None:
+    assert read(tmp_path, f"{SERVER} --model $NOWHERE/v4").model is None
+
+
+def test_blocks_are_noted(tmp_path: Path) -> None:
+    launch = read(tmp_path, f"\nif true; then\n{SERVER} --model /m\nfi")
+    assert launch.line == 3
+    assert any("line 2: conditions" in note for note in launch.notes)
+
+
+def test_source_in_the_same_folder_is_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("export A=1\nMODEL=/m\nsource serve.sh\nsource env.sh\n")
+    here = '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
+    text = f'D="{here}"\nsource "$D/env.sh"\n. /elsewhere/x.sh\n{SERVER} --model $MODEL'
+    launch = read(tmp_path, text, line=4)
+    assert (launch.model, launch.environment) == ("/m", {"A": "1"})
+    assert any("/elsewhere/x.sh" in note for note in launch.notes)
+
+
+def test_several_commands(tmp_path: Path) -> None:
+    text = f"{SERVER} --model /a\n\n{SERVER} \\\n --model /b\n"
+    with pytest.raises(UsageError, match="2 SGLang commands") as caught:
+        read(tmp_path, text)
+    assert "1, 3" in (caught.value.hint or "")
+    assert read(tmp_path, text, line=4).model == "/b"
+    with pytest.raises(UsageError, match="no SGLang command on this line"):
+        read(tmp_path, text, line=2)
+
+
+BAD_SCRIPTS = {
+    "empty": (b"", "empty"),
+    "blank": (b" \n\n", "empty"),
+    "binary": (b"\x7fELF\0\0\0", "binary"),
+    "latin-1": (b"# caf\xe9\n", "UTF-8"),
+    "large": (b"#" * (1 << 20) + b"\n", "1 MiB"),
+    "no command": (b"echo hello\n", "no SGLang command"),
+    "vllm": (b"\nexec vllm serve org/model --tp 4\n", "line 2 starts vLLM"),
+    "trt": (b"trtllm-serve org/model\n", "TensorRT-LLM"),
+    "single quote": (b"A='x\n" + SERVER.encode(), r":1: a ' is never closed"),
+    "double quote": (b'\nA="x\n', r':2: a " is never closed'),
+    "array": (b"A=(x\n", "never closed"),
+    "brace": (b"A=${x\n", "never closed"),
+    "substitution": (b"A=$(x\n", "never closed"),
+    "bomb": (b"A=aaaa\n" + b"A=$A$A\n" * 60 + SERVER.encode(), "more than a megabyte"),
+    "array bomb": (b"A=(a)\n" + b'A=("${A[@]}" "${A[@]}")\n' * 60, "more than a megabyte"),
+    "many large words": (
+        b"A=" + b"a" * 500_000 + b"\n" + b"x $A\n" * 60_000,
+        "more than a megabyte",
+    ),
+    "deep substitution": (b"A=" + b"$(" * 5000 + b")" * 5000, "nested too deeply"),
+    "deep default": (b"A=" + b"${A:-" * 100 + b"}" * 100, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCRIPTS)
+def test_bad_scripts(name: str, tmp_path: Path) -> None:
+    content, message = BAD_SCRIPTS[name]
+    path = tmp_path / "serve.sh"
+    path.write_bytes(content)
+    started = time.perf_counter()
+    with pytest.raises(UsageError, match=message) as caught:
+        read_script(path, BASE)
+    assert "serve.sh" in caught.value.message
+    assert caught.value.hint
+    assert time.perf_counter() - started < 5
+
+
+def test_paths_that_are_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name, message in (("missing", "No such file"), ("fifo", "not a regular"), ("", "folder")):
+        with pytest.raises(UsageError, match=message):
+            read_script(tmp_path / name, {})
+    with pytest.raises(UsageError):
+        read_script(Path("a\0b"), {})
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["(", "$(", "${", '"', "`", "A=(", "<", "<<A\n", "'", "\\", "&", "if ", "A=$A$A\n", "$'", "{ "],
+)
+def test_a_megabyte_of_anything_ends_soon(unit: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.sh"
+    path.write_text(unit * ((1 << 20) // len(unit)))
+    started = time.perf_counter()
+    with pytest.raises(UsageError):
+        read_script(path, {})
+    assert time.perf_counter() - started < 15
+
+
+_TOKENS = st.sampled_from(
+    [
+        *"()[]{}'\"$`\\|&;<>#=+-@*? \n\t~ab1",
+        "$(",
+        "${",
+        "A=",
+        "A+=(",
+        ":-",
+        "<<E\n",
+        "E\n",
+        "$A",
+        "[@]",
+        "if ",
+        "then ",
+        "fi\n",
+        "for A in ",
+        "case ",
+        "esac\n",
+        "export ",
+        "eval ",
+        "source ",
+        "unset ",
+        "bash -c ",
+        "docker run -e ",
+        "env ",
+        "python -m sglang.launch_server ",
+        "--model ",
+        "sglang serve ",
+    ]
+)
+
+
+@settings(max_examples=600, deadline=2000, suppress_health_check=list(HealthCheck))
+@given(st.lists(_TOKENS, max_size=60).map("".join))
+def test_any_text_gives_a_launch_or_one_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.sh"
+    path.write_text(text)
+    with contextlib.suppress(UsageError):
+        assert isinstance(read_script(path, {"A": "x y"}), Launch)
+
+
+def test_arguments_on_our_own_command_line() -> None:
+    launch = from_arguments(None, ["--model-path", "/m", "--tp", "4"], {"A": "1"})
+    assert (launch.model, launch.flags, launch.environment) == ("/m", ("--tp", "4"), {"A": "1"})
+    assert launch.source == "command line"
+    assert launch.line is None
+    assert from_arguments("/m", ["--model=/m"], {}).model == "/m"
+    with pytest.raises(UsageError, match="--model-path after"):
+        from_arguments("/m", ["--model-path", "/other"], {})
