@@ -361,6 +361,8 @@ class Trace:
     timings: dict[str, float]
     """Seconds by phase."""
     cached: bool = False
+    unresolved: tuple[str, ...] = ()
+    """What stopped the trace and was not raised by SGLang itself: the answer is unknown."""
 
     def of(self, role: Role) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.role is role)

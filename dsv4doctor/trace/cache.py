@@ -1,0 +1,150 @@
+"""Traces by content: an identical one is read back, and any changed byte misses.
+
+The key covers the SGLang tree, the checkpoint's config and headers, the flags, the environment,
+the GPU, the interpreter's packages and our own worker.  Hashing a tree takes most of a second, so
+its content hash is remembered beside a list of its files' size, times and inode; only when that
+list differs is the tree read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from dsv4doctor import __version__, jsonio
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.models import SglangTree, Trace
+
+if TYPE_CHECKING:
+    from dsv4doctor.trace.session import TraceRequest
+
+
+def folder() -> Path:
+    """Where dsv4doctor keeps what it can make again (DSV4DOCTOR_CACHE overrides)."""
+    override = os.environ.get("DSV4DOCTOR_CACHE")
+    return Path(override) if override else Path(platformdirs.user_cache_dir("dsv4doctor"))
+
+
+def key(request: TraceRequest) -> str:
+    """sha256 over everything that a trace depends on."""
+    described = {
+        "tool": __version__,
+        "worker": content_hash(Path(__file__).parent),
+        "tree": content_hash(Path(request.tree.root) / "sglang"),
+        "version": request.tree.version,
+        "metadata": metadata_text(Path(request.tree.root)),
+        "checkpoint": request.checkpoint.content_key,
+        "model_path": str(request.model_path),
+        "flags": list(request.launch.flags),
+        "source": request.launch.source,
+        "environment": request.variables(),
+        "arch": request.arch.name,
+        "gpu": jsonio.to_plain(request.gpu) if request.gpu else None,
+        "gpu_count": request.gpu_count,
+        "interpreter": str(request.interpreter),
+        "packages": packages(request.interpreter),
+        "with_path": request.with_path,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def load(trace_key: str, tree: SglangTree) -> Trace | None:
+    """The trace kept under a key; None when there is none or it cannot be read.
+
+    `tree` is where the same content lies this time.
+    """
+    path = folder() / "traces" / f"{trace_key}.json"
+    try:
+        plain = json.loads(path.read_bytes())
+        trace = jsonio.from_plain(plain, Trace, str(path))
+        return replace(trace, cached=True, sglang=tree)
+    except (OSError, ValueError, DoctorError):
+        return None
+
+
+def store(trace_key: str, trace: Trace) -> None:
+    """Keep a trace; a cache that cannot be written is no reason to fail."""
+    try:
+        write(folder() / "traces" / f"{trace_key}.json", jsonio.dump(jsonio.to_plain(trace)))
+    except OSError:
+        return
+
+
+def write(path: Path, text: str) -> None:
+    """Replace `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def metadata_text(root: Path) -> str:
+    """The text of SGLang's METADATA beside its tree; "" for a plain folder."""
+    for info in sorted(root.glob("sglang-*.dist-info")):
+        try:
+            return (info / "METADATA").read_text(encoding="utf-8")
+        except OSError:
+            continue
+    return ""
+
+
+# ------------------------------------------------------------------------ trees
+
+
+def content_hash(root: Path) -> str:
+    """sha256 over the names and bytes of all files below `root`, compiled Python aside."""
+    states = list(_states(str(root)))
+    manifest = hashlib.sha256(repr(states).encode()).hexdigest()
+    name = hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:24]
+    remembered = folder() / "trees" / f"{name}.json"
+    try:
+        known: dict[str, Any] = json.loads(remembered.read_bytes())
+        if known["manifest"] == manifest:
+            return str(known["content"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    digest = hashlib.sha256()
+    for relative, *_ in states:
+        digest.update(relative.encode() + b"\0")
+        digest.update(hashlib.sha256((root / relative).read_bytes()).digest())
+    content = digest.hexdigest()
+    try:
+        write(remembered, json.dumps({"manifest": manifest, "content": content}))
+    except OSError:
+        pass
+    return content
+
+
+def _states(root: str, prefix: str = "") -> Iterator[tuple[str, int, int, int, int]]:
+    """(path, size, modified, changed, inode) of every file, in a fixed order."""
+    with os.scandir(os.path.join(root, prefix)) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
+        relative = prefix + entry.name
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from _states(root, relative + "/")
+        elif entry.is_file() and not entry.name.endswith(".pyc"):
+            state = entry.stat()
+            yield relative, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+
+
+def packages(interpreter: Path) -> list[str]:
+    """The distributions beside an interpreter, by the names of their metadata folders.
+
+    Read from the folder names of its site-packages, so that no process has to be started.
+    """
+    names: list[str] = []
+    prefix = interpreter.parent.parent
+    for site in sorted(prefix.glob("lib*/python3*/*-packages")):
+        names += sorted(info.name for info in site.glob("*.dist-info"))
+    return names

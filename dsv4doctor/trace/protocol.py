@@ -1,0 +1,163 @@
+"""What the session and the worker say to each other: one JSON request, then JSON lines.
+
+Request (standard input of the worker):
+    events_fd      file descriptor for the events
+    tree           folder to import `sglang` from
+    metadata       text of SGLang's METADATA ("" when it has none)
+    capability     [major, minor] of the simulated GPU
+    gpu            {"name", "memory_bytes", "count"} or null
+    scratch        the one folder the worker may write to
+    bytecode       folder for the tree's compiled modules
+    memory_bytes   ceiling on the worker's memory
+    verbose        let SGLang's own log through to standard error
+    jobs           [{"id", "arguments", "with_path"}]; a launch each
+
+Events (a JSON object a line):
+    {"event": "phase", "text"}
+    {"event": "result", "job", "result"}      see worker/launch.py
+    {"event": "failure", "job", "message", "trace"}    job is null when no job has begun
+"""
+
+from __future__ import annotations
+
+import linecache
+from pathlib import Path
+from typing import Any
+
+from dsv4doctor.models import (
+    ArgChange,
+    Branch,
+    Checkpoint,
+    Kernel,
+    Layer,
+    Location,
+    Role,
+    SglangError,
+    SglangTree,
+    Step,
+    StoredFormat,
+    Trace,
+    Verdict,
+)
+
+
+def trace_from(
+    result: dict[str, Any], tree: SglangTree, arch: Any, checkpoint: Checkpoint
+) -> Trace:
+    """The Trace that a worker's result describes; file names become relative to the tree."""
+    reader = _Reader(Path(tree.root))
+    stored = _StoredFormats(checkpoint)
+    errors = [error for error in result["errors"] if error["by_sglang"]]
+    return Trace(
+        sglang=tree,
+        arch=arch,
+        resolved_args=result["resolved_args"],
+        arg_changes=tuple(reader.arg_change(change) for change in result["arg_changes"]),
+        environment_overwritten={
+            name: (before, after)
+            for name, (before, after) in sorted(result["environment_overwritten"].items())
+        },
+        layers=tuple(reader.layer(layer, stored) for layer in result["layers"]),
+        errors=tuple(reader.error(error) for error in errors),
+        unresolved=tuple(
+            f"{error['phase']}: {artefact(error)}"
+            for error in result["errors"]
+            if not error["by_sglang"]
+        ),
+        steps=tuple(reader.step(step) for step in result["steps"]),
+        leniencies=tuple(result["leniencies"]),
+        timings=result["timings"],
+    )
+
+
+def artefact(error: dict[str, Any]) -> str:
+    """One sentence on an exception that SGLang's own code did not raise."""
+    where = error["innermost"] or "unknown code"
+    message = error["message"].splitlines()[0][:200] if error["message"] else "no message"
+    return (
+        f"{error['type']}: {message} (raised in {Path(where).name}, outside SGLang, "
+        "so it may be the trace's own doing)"
+    )
+
+
+class _StoredFormats:
+    """Stored format of a layer by SGLang's module name."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.main = {layer.index: layer.stored_format for layer in checkpoint.main_layers}
+        self.draft = {layer.index: layer.stored_format for layer in checkpoint.draft_layers}
+
+    def of(self, role: Role, name: str) -> StoredFormat | None:
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        index = numbers[0] if numbers else 0
+        return (self.main if role is Role.MAIN else self.draft).get(index)
+
+
+class _Reader:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def location(self, where: dict[str, Any] | None) -> Location | None:
+        if where is None:
+            return None
+        path = Path(where["file"])
+        source = linecache.getline(str(path), where["line"]).strip() or None
+        if path.is_relative_to(self.root):
+            path = path.relative_to(self.root)
+        return Location(path.as_posix(), where["line"], where["function"], source)
+
+    def required_location(self, where: dict[str, Any] | None) -> Location:
+        return self.location(where) or Location("unknown", 0)
+
+    def arg_change(self, change: dict[str, Any]) -> ArgChange:
+        return ArgChange(
+            name=change["name"],
+            before=change["before"],
+            after=change["after"],
+            at=self.required_location(change["at"]),
+        )
+
+    def error(self, error: dict[str, Any]) -> SglangError:
+        return SglangError(
+            error["phase"], error["type"], error["message"], self.location(error["at"])
+        )
+
+    def layer(self, layer: dict[str, Any], stored: _StoredFormats) -> Layer:
+        role = Role(layer["role"])
+        kernel, error = layer["kernel"], layer["error"]
+        reason = layer["why_no_kernel"] or ""
+        if error is not None and not error["by_sglang"]:
+            reason, error = artefact(error), None
+        return Layer(
+            name=layer["name"],
+            role=role,
+            stored_format=stored.of(role, layer["name"]),
+            quant_method=layer["quant_method"],
+            runner_backend=layer["runner_backend"],
+            decided_at=self.location(layer["decided_at"]),
+            flags_consulted=tuple(layer["flags_consulted"]),
+            kernel=Kernel(kernel["symbol"], self.location(kernel["at"])) if kernel else None,
+            verdict=Verdict.UNKNOWN,
+            reason=reason,
+            error=self.error(error) if error else None,
+        )
+
+    def step(self, step: dict[str, Any]) -> Step:
+        branches = tuple(
+            Branch(
+                location=self.required_location(branch["location"]),
+                condition=branch["condition"],
+                values=branch["values"],
+                taken=branch["taken"],
+            )
+            for branch in step["branches"]
+        )
+        where = self.location({"file": step["file"], "line": 0, "function": None})
+        return Step(
+            phase=step["phase"],
+            function=step["function"],
+            file=where.file if where else step["file"],
+            branches=branches,
+            returned=step["returned"],
+            times=step["times"],
+        )

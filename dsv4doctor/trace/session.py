@@ -1,0 +1,313 @@
+"""Starts the worker in the target interpreter and turns what it says into Traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dsv4doctor.errors import DoctorError, UndeterminedError, UsageError
+from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Trace
+from dsv4doctor.trace import cache
+from dsv4doctor.trace.protocol import trace_from
+
+WORKER = Path(__file__).parent / "worker"
+MEMORY_LIMIT_BYTES = 8 << 30
+Progress = Callable[[str], None]
+
+_RELEVANT = (
+    "SGLANG_",
+    "SGL_",
+    "FLASHINFER_",
+    "NCCL_",
+    "CUDA_",
+    "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "TVM_",
+    "DG_",
+    "DEEP_GEMM_",
+    "DEEPEP_",
+    "NVSHMEM_",
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+)
+_HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One launch to trace."""
+
+    tree: SglangTree
+    interpreter: Path
+    """The Python whose torch and transformers are used."""
+    arch: Arch
+    checkpoint: Checkpoint
+    model_path: Path
+    """The folder that SGLang reads config and headers from."""
+    launch: Launch
+    with_path: bool = False
+    """Also record the decision path."""
+    environment: Mapping[str, str] | None = None
+    """The machine's variables under the launch's own; None: this process's."""
+    gpu: Gpu | None = None
+    gpu_count: int | None = None
+
+    def variables(self) -> dict[str, str]:
+        """The variables that SGLang will see, the launch's own last."""
+        base = os.environ if self.environment is None else self.environment
+        return {
+            name: value
+            for name, value in {**base, **self.launch.environment}.items()
+            if name.startswith(_RELEVANT)
+        }
+
+    def arguments(self) -> list[str]:
+        return ["--model-path", str(self.model_path), *self.launch.flags]
+
+
+def trace_launch(
+    request: TraceRequest,
+    *,
+    use_cache: bool = True,
+    timeout: float = 300.0,
+    progress: Progress | None = None,
+) -> Trace:
+    """What `request` resolves to, from the cache when nothing it depends on has changed.
+
+    Raises UsageError when SGLang rejects a flag, UndeterminedError when the worker could not
+    finish (`timeout` seconds passed, it was killed, it failed on something of its own).
+    """
+    outcome = trace_launches([request], use_cache=use_cache, timeout=timeout, progress=progress)[0]
+    if isinstance(outcome, DoctorError):
+        raise outcome
+    return outcome
+
+
+def trace_launches(
+    requests: Sequence[TraceRequest],
+    *,
+    use_cache: bool = True,
+    timeout: float = 300.0,
+    progress: Progress | None = None,
+) -> list[Trace | DoctorError]:
+    """One outcome per request, in order.
+
+    Launches of one tree, interpreter, GPU and environment share one import of SGLang.
+    `timeout` is in seconds, for each such group.
+    """
+    outcomes: dict[int, Trace | DoctorError] = {}
+    keys: dict[int, str] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        keys[index] = cache.key(request) if use_cache else ""
+        known = cache.load(keys[index], request.tree) if use_cache else None
+        if known is not None:
+            outcomes[index] = known
+        else:
+            groups.setdefault(_group(request), []).append(index)
+    for indices in groups.values():
+        results = _run_group([requests[index] for index in indices], timeout, progress)
+        for index, result in zip(indices, results, strict=True):
+            outcomes[index] = result
+            if use_cache and isinstance(result, Trace):
+                cache.store(keys[index], result)
+    return [outcomes[index] for index in range(len(requests))]
+
+
+def _group(request: TraceRequest) -> tuple[Any, ...]:
+    variables = tuple(sorted(request.variables().items()))
+    return (request.tree.root, str(request.interpreter), request.arch, request.gpu, variables)
+
+
+def _run_group(
+    requests: Sequence[TraceRequest], timeout: float, progress: Progress | None
+) -> list[Trace | DoctorError]:
+    first = requests[0]
+    with tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
+        jobs = [
+            {"id": index, "arguments": request.arguments(), "with_path": request.with_path}
+            for index, request in enumerate(requests)
+        ]
+        worker = _Worker(first, scratch, jobs)
+        results: dict[int, Trace | DoctorError] = {}
+        try:
+            for event in worker.events(time.monotonic() + timeout):
+                if event["event"] == "phase":
+                    if progress is not None:
+                        progress(event["text"])
+                elif event["event"] == "failure" and event["job"] is None:
+                    raise UndeterminedError(*_import_failure(event["message"], first))
+                else:
+                    index = event["job"]
+                    results[index] = _outcome(event, requests[index])
+        except UndeterminedError as error:
+            missing = {index: error for index in range(len(requests)) if index not in results}
+            results.update(missing)
+        finally:
+            worker.close()
+        return [
+            results.get(index) or UndeterminedError("the trace worker gave no result")
+            for index in range(len(requests))
+        ]
+
+
+def _outcome(event: dict[str, Any], request: TraceRequest) -> Trace | DoctorError:
+    if event["event"] == "failure":
+        return UndeterminedError(f"the trace failed: {event['message']}")
+    result = event["result"]
+    if result["usage_error"] is not None:
+        return UsageError(*_flag_message(result["usage_error"], request))
+    return trace_from(result, request.tree, request.arch, request.checkpoint)
+
+
+def _flag_message(said: str, request: TraceRequest) -> tuple[str, str]:
+    """SGLang's own complaint about a flag, without the usage text in front."""
+    _, marker, complaint = said.rpartition("error: ")
+    line = " ".join(complaint.split())[:300] if marker else "it stopped while reading the flags"
+    return (
+        f"{request.launch.source}: SGLang {request.tree.version} does not take these flags: {line}",
+        f"compare with `{request.interpreter} -m sglang.launch_server --help`",
+    )
+
+
+def _import_failure(message: str, request: TraceRequest) -> tuple[str, str]:
+    return (
+        f"SGLang {request.tree.version} at {request.tree.root} could not be imported by "
+        f"{request.interpreter}: {message}",
+        "use --python with the interpreter of the serving environment, or install "
+        "dsv4doctor[trace] for one that a trace can borrow",
+    )
+
+
+class _Worker:
+    """The process, its event pipe and its deadline."""
+
+    def __init__(self, request: TraceRequest, scratch: str, jobs: list[dict[str, Any]]) -> None:
+        read, write = os.pipe()
+        self.pipe = os.fdopen(read, "rb", buffering=0)
+        self.errors: IO[bytes] = tempfile.TemporaryFile()
+        try:
+            self.process = subprocess.Popen(
+                [str(request.interpreter), str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self.errors,
+                pass_fds=(write,),
+                env=_environment(request, scratch),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(write)
+            self.pipe.close()
+            raise UsageError(
+                f"{request.interpreter}: cannot be started ({error.strerror})",
+                "give the Python of the serving environment with --python",
+            ) from error
+        os.close(write)
+        message = json.dumps(_message(request, scratch, jobs, write)).encode()
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(message)
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once; events() reports how
+
+    def events(self, deadline: float) -> Iterator[dict[str, Any]]:
+        """Events until the worker closes its pipe; UndeterminedError past `deadline`."""
+        buffered = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.pipe, selectors.EVENT_READ)
+            while True:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not selector.select(remaining):
+                    raise UndeterminedError(
+                        "the trace did not finish in time", "give it longer with --timeout SECONDS"
+                    )
+                chunk = self.pipe.read(1 << 16)
+                if not chunk:
+                    break
+                *lines, buffered = (buffered + chunk).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
+        status = self.process.wait()
+        if status != 0 and status != 1:
+            raise UndeterminedError(f"the trace worker {_ended(status)}", self._last_words())
+
+    def _last_words(self) -> str | None:
+        self.errors.seek(0)
+        lines = self.errors.read()[-4000:].decode(errors="replace").strip().splitlines()
+        return f"its last words: {lines[-1][:300]}" if lines else None
+
+    def close(self) -> None:
+        """End the worker and everything it forked."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        self.process.wait()
+        self.pipe.close()
+        self.errors.close()
+
+
+def _ended(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"
+
+
+def _environment(request: TraceRequest, scratch: str) -> dict[str, str]:
+    """A clean environment: the variables SGLang reads, and no way to the user's own folders."""
+    clean = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "LANG": "C.UTF-8",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "XDG_CACHE_HOME": scratch,
+    }
+    for name in ("LD_LIBRARY_PATH", "VIRTUAL_ENV"):
+        if name in os.environ:
+            clean[name] = os.environ[name]
+    clean.update(request.variables())
+    if not any(name in clean for name in _HUB_FOLDERS):
+        clean["HF_HUB_CACHE"] = str(Path.home() / ".cache" / "huggingface" / "hub")
+    clean.update(
+        CUDA_VISIBLE_DEVICES="",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONNOUSERSITE="1",
+        OMP_NUM_THREADS="1",
+    )
+    return clean
+
+
+def _message(
+    request: TraceRequest, scratch: str, jobs: list[dict[str, Any]], write: int
+) -> dict[str, Any]:
+    gpu = request.gpu
+    bytecode = cache.folder() / "bytecode"
+    bytecode.mkdir(parents=True, exist_ok=True)
+    return {
+        "events_fd": write,
+        "tree": request.tree.root,
+        "metadata": cache.metadata_text(Path(request.tree.root)),
+        "capability": [request.arch.major, request.arch.minor],
+        "gpu": None
+        if gpu is None
+        else {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "count": request.gpu_count},
+        "scratch": scratch,
+        "bytecode": str(bytecode),
+        "memory_bytes": MEMORY_LIMIT_BYTES,
+        "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
+        "jobs": jobs,
+    }

@@ -1,0 +1,110 @@
+"""From a layer's quant method on to the first MoE kernel: weights, then one forward, on meta."""
+
+import re
+
+import torch
+
+from .recorder import RECORDER, location
+from .tensors import Redirect
+
+TOKENS = 8  # a decode batch; the choices that hang on the token count are made for this one
+
+_KERNEL = re.compile(
+    r"fused_experts|trtllm_\w*moe|cutlass_fused_moe|fused_moe|moe_wna16_marlin|marlin_gemm"
+    r"|marlin_moe|grouped|group_gemm|group_mm|cutlass_fp4|cute_?dsl|humming|matmul_ogs"
+    r"|mega_?moe|block_scale\w*moe|m_grouped",
+    re.IGNORECASE,
+)
+_HELPER = re.compile(
+    r"quant|topk|align|permute|shuffle|interleave|repack|sum_reduce|scale_factor|silu"
+    r"|act_and_mul|workspace|tune|Activation|RoutingMethod|Enum|Gated|get_",
+    re.IGNORECASE,
+)
+
+
+def run_layer(layer):
+    """{"kernel", "why_no_kernel", "error"} of one FusedMoE built on meta tensors."""
+    outcome = {"kernel": None, "why_no_kernel": None, "error": None}
+    method = layer.quant_method
+    if hasattr(method, "process_weights_after_loading"):
+        error, _ = _phase(lambda: method.process_weights_after_loading(layer))
+        if error is not None:
+            return {**outcome, "error": error, "phase": "weights"}
+    error, calls = _phase(lambda: _apply(layer))
+    kernel = _kernel(calls, finished=error is None)
+    outcome["kernel"] = kernel
+    if error is not None and kernel is None:
+        return {**outcome, "error": error, "phase": "forward"}
+    if kernel is None:
+        outcome["why_no_kernel"] = "the forward returned without a kernel that is known as MoE"
+    return outcome
+
+
+def _phase(function):
+    RECORDER.start()
+    error = None
+    try:
+        with torch.device("meta"), Redirect("meta"):
+            function()
+    except Exception as raised:
+        error = raised
+    return error, RECORDER.stop()
+
+
+def _apply(layer):
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from .serving import call
+
+    hidden = torch.empty(TOKENS, layer.hidden_size, dtype=torch.bfloat16)
+    topk = StandardTopKOutput(
+        topk_weights=torch.empty(TOKENS, layer.top_k, dtype=torch.float32),
+        topk_ids=torch.empty(TOKENS, layer.top_k, dtype=torch.int32),
+        router_logits=torch.empty(TOKENS, layer.num_experts, dtype=torch.float32),
+    )
+    dispatched = call(
+        StandardDispatchOutput,
+        hidden_states=hidden,
+        hidden_states_scale=None,
+        topk_output=topk,
+        hidden_states_original=None,
+    )
+    return layer.quant_method.apply(layer, dispatched)
+
+
+def _kernel(calls, finished):
+    """The first launch that computes experts; SGLang's own op around one only as a last resort."""
+    candidates = []
+    for entry in calls:
+        name = entry["symbol"].rsplit(".", 1)[-1]
+        if _KERNEL.search(entry["symbol"]) and not _HELPER.search(name):
+            candidates.append(entry)
+    launches = [entry for entry in candidates if not _is_wrapper(entry["symbol"])]
+    if launches:
+        return launches[0]
+    return candidates[0] if candidates and finished else None
+
+
+def _is_wrapper(symbol):
+    return symbol.startswith("torch.ops.sglang.")
+
+
+def sglang_location(error):
+    """Where SGLang's code was when `error` was raised; and whether SGLang itself raised it.
+
+    Returns (location, raised_by_sglang, innermost_file).
+    """
+    innermost, inside = None, None
+    trace = error.__traceback__
+    while trace is not None:
+        innermost = trace
+        if "/sglang/" in trace.tb_frame.f_code.co_filename:
+            inside = trace
+        trace = trace.tb_next
+    if inside is None:
+        filename = innermost.tb_frame.f_code.co_filename if innermost else None
+        return None, False, filename
+    where = location(inside.tb_frame)
+    where["line"] = inside.tb_lineno
+    return where, inside is innermost, innermost.tb_frame.f_code.co_filename

@@ -1,0 +1,212 @@
+"""One launch: resolve the arguments, build main and draft, run each kind of layer once."""
+
+import os
+import time
+
+from . import decisions, forward, serving
+from .tensors import Redirect
+
+
+class Stopped(Exception):
+    """SGLang raised while resolving or building: a result, carried out of the phase."""
+
+    def __init__(self, phase, error):
+        super().__init__(phase)
+        self.phase = phase
+        self.error = error
+
+
+def trace_launch(job, progress):
+    """The result of one job, as plain data (see trace/protocol.py for its fields)."""
+    return _Launch(job, progress).run()
+
+
+class _Launch:
+    def __init__(self, job, progress):
+        self.job = job
+        self.progress = progress
+        self.path = decisions.PathWatch() if job["with_path"] else None
+        self.result = {
+            "resolved_args": {},
+            "arg_changes": [],
+            "environment_overwritten": {},
+            "layers": [],
+            "errors": [],
+            "steps": [],
+            "leniencies": [],
+            "usage_error": None,
+            "timings": {},
+        }
+
+    def run(self):
+        written = decisions.environment_watch(lambda name: name in os.environ or "_" in name)
+        if self.path is not None:
+            self.path.__enter__()
+        try:
+            self._phases()
+        except Stopped as stopped:
+            self.result["errors"].append(describe_error(stopped.phase, stopped.error))
+        finally:
+            if self.path is not None:
+                self.path.__exit__(None, None, None)
+                self.result["steps"] = self.path.result()
+        self.result["environment_overwritten"] = {
+            name: list(values) for name, values in written.items()
+        }
+        return self.result
+
+    def _phases(self):
+        if not self._timed("arguments", self._arguments):
+            return
+        self._timed("main", lambda: self._model("main"))
+        if self.view.speculative_algorithm:
+            self._timed("draft", lambda: self._model("draft"))
+
+    def _timed(self, phase, function):
+        self.progress({"arguments": "resolving arguments"}.get(phase, f"building the {phase} model"))
+        if self.path is not None:
+            self.path.phase = phase
+        started = time.perf_counter()
+        try:
+            return function()
+        except Stopped:
+            raise
+        except Exception as error:
+            raise Stopped(phase, error) from error
+        finally:
+            self.result["timings"][phase] = round(time.perf_counter() - started, 3)
+
+    def _arguments(self):
+        watch = decisions.ArgumentWatch(serving.FIELDS)
+        with Redirect("cpu"):
+            try:
+                with watch, _captured() as said:
+                    server_args, view = serving.parse_arguments(self.job["arguments"])
+            except SystemExit:
+                self.result["usage_error"] = said.getvalue()
+                return False
+            self.server_args, self.view = server_args, view
+            self.result["arg_changes"] = watch.finish(server_args)
+            self.result["resolved_args"] = {
+                name: _json(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
+            }
+            serving.publish(server_args)
+            serving.form_groups(view)
+        return True
+
+    def _model(self, role):
+        draft = role == "draft"
+        contexts = []
+        if draft:
+            contexts = serving.draft_contexts(serving.draft_worker_file(self.server_args, self.view))
+        with serving.draft_scope(contexts):
+            self._build(role, "speculative_moe_backend_context" in contexts)
+
+    def _build(self, role, switched):
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+        with Redirect("cpu"):
+            config = serving.model_config(self.server_args, self.view, role == "draft")
+            if role == "main":
+                serving.prepare_layers(self.server_args, config)
+            quantization, load_config = serving.quant_config(config)
+        watch = decisions.LayerWatch(FusedMoE, switched)
+        with watch:
+            model = serving.build_model(config, load_config, quantization)
+        reader = LayerReader(role, watch, self._speculative_default())
+        for name, module in model.named_modules():
+            if isinstance(module, FusedMoE):
+                self.result["layers"].append(reader.read(name, module))
+        self.model = model  # kept: the draft of a release may look at the target
+
+    def _speculative_default(self):
+        """True when --speculative-moe-runner-backend was not given and follows the main one."""
+        given = {argument.split("=", 1)[0] for argument in self.job["arguments"]}
+        return "--speculative-moe-runner-backend" not in given
+
+
+class LayerReader:
+    """Reads a built FusedMoE off; equal layers are run once."""
+
+    def __init__(self, role, watch, speculative_follows_main):
+        self.role = role
+        self.watch = watch
+        self.follows = speculative_follows_main
+        self.outcomes = {}
+
+    def read(self, name, layer):
+        method = layer.quant_method
+        seen = self.watch.found.get(id(layer), {"decided_at": None, "flags_consulted": []})
+        flags = list(seen["flags_consulted"])
+        if self.follows and "speculative_moe_runner_backend" in flags:
+            flags.append("moe_runner_backend")
+        runner = getattr(method, "runner", None)
+        read = {
+            "name": name,
+            "role": self.role,
+            "quant_method": type(method).__name__,
+            "runner_backend": _backend(runner),
+            "decided_at": seen["decided_at"],
+            "flags_consulted": flags,
+        }
+        key = repr([read["quant_method"], read["runner_backend"], read["decided_at"]]) + _shape(layer)
+        if key not in self.outcomes:
+            outcome = forward.run_layer(layer)
+            error = outcome.pop("error")
+            phase = outcome.pop("phase", None)
+            outcome["error"] = describe_error(f"{self.role} {phase}", error) if error else None
+            self.outcomes[key] = outcome
+        return {**read, **self.outcomes[key]}
+
+
+def _backend(runner):
+    backend = getattr(runner, "runner_backend", None)
+    return None if backend is None else str(getattr(backend, "value", backend))
+
+
+def _shape(layer):
+    """Parameter names, shapes and dtypes: what a forward can depend on."""
+    return repr(
+        [
+            (name, tuple(parameter.shape), str(parameter.dtype))
+            for name, parameter in layer.named_parameters(recurse=False)
+        ]
+    )
+
+
+def describe_error(phase, error):
+    """An exception as data: `by_sglang` is True only when SGLang's own line raised it."""
+    where, raised_by_sglang, innermost = forward.sglang_location(error)
+    message = str(error)[:1000]
+    artefact = "StandIn" in message or "stand-in" in message.lower()
+    return {
+        "phase": phase,
+        "type": type(error).__name__,
+        "message": message,
+        "at": where,
+        "by_sglang": raised_by_sglang and not artefact,
+        "innermost": innermost,
+    }
+
+
+def _json(value):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(getattr(value, "value", value))
+
+
+class _captured:
+    """What argparse writes to standard error."""
+
+    def __enter__(self):
+        import io
+        import sys
+
+        self.stream, self.saved = io.StringIO(), sys.stderr
+        sys.stderr = self.stream
+        return self.stream
+
+    def __exit__(self, *exc):
+        import sys
+
+        sys.stderr = self.saved

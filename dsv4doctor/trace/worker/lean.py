@@ -1,0 +1,120 @@
+"""Which parts of SGLang and torch a trace leaves out.
+
+A left-out module is a stand-in: it imports, and nothing of it runs.  Only what decides neither
+arguments nor quant methods nor the MoE forward is listed.  A module that a flag of the launch
+needs is never left out (see `inert_for`).
+"""
+
+import os
+import re
+
+# Prefixes of module names, each with what it does in a server.
+_LEFT_OUT = (
+    "sglang.lang",  # the frontend language
+    "sglang.srt.entrypoints",  # HTTP and gRPC servers
+    "sglang.srt.multimodal",  # image and audio processors
+    "sglang.srt.managers",  # scheduler, tokenizer and detokenizer processes
+    "sglang.srt.disaggregation",  # transfer of KV between servers
+    "sglang.srt.grpc",
+    "sglang.srt.tracing",
+    "sglang.srt.observability",
+    "sglang.srt.metrics",
+    "sglang.srt.lora",
+    "sglang.srt.eplb",
+    "sglang.srt.weight_sync",
+    "sglang.srt.debug_utils",
+    "sglang.srt.session",
+    "sglang.srt.ray",
+    "sglang.srt.checkpoint_engine",
+    "sglang.srt.elastic_ep",
+    "sglang.srt.multiplex",
+    "sglang.srt.rust_server",
+    "sglang.srt.beam_search",
+    "torch._dynamo",  # the compiler stack: torch.compile is a pass-through in a trace
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.loss.loss_utils",
+    "transformers.masking_utils",
+    "transformers.quantizers.quantizer_torchao",
+)
+
+# Kept although a prefix above would leave them out.
+_KEPT = ()
+
+# Parsers that argparse takes its choices from: only needed when a flag names one.
+_PARSERS = {
+    "sglang.srt.parser": ("--reasoning-parser",),
+    "sglang.srt.function_call": ("--tool-call-parser",),
+    "sglang.srt.constrained": ("--grammar-backend",),
+}
+
+
+def inert_for(tree, arguments):
+    """A predicate on module names for launches with these arguments on the tree at `tree`."""
+    given = {argument.split("=", 1)[0] for argument in arguments}
+    prefixes = list(_LEFT_OUT)
+    prefixes += [prefix for prefix, flags in _PARSERS.items() if not given & set(flags)]
+    dotted = tuple(prefix + "." for prefix in prefixes)
+
+    configs = _other_models_configs(os.path.join(tree, "sglang", "srt", "configs"))
+
+    def inert(name):
+        if name in configs:
+            return True
+        return (name + ".").startswith(dotted) and name not in _KEPT
+
+    return inert
+
+
+_MODEL_CONFIG = re.compile(r"^class \w+\(\s*[\w.]*Config\b", re.MULTILINE)
+
+
+def _other_models_configs(folder):
+    """Module names of the files that define other models' Hugging Face configurations."""
+    names = set()
+    for entry in os.scandir(folder):
+        if not entry.name.endswith(".py") or entry.name.startswith("deepseek_v4"):
+            continue
+        with open(entry.path, encoding="utf-8") as source:
+            if _MODEL_CONFIG.search(source.read()):
+                names.add("sglang.srt.configs." + entry.name[:-3])
+    return names
+
+
+def without_compiler():
+    """torch.compile and its relatives as pass-throughs, so that they pull nothing in."""
+    import importlib
+
+    import torch
+    import torch.compiler
+
+    from . import concrete_shapes
+
+    concrete_shapes.install()
+
+    def unchanged(function=None, *args, **kwargs):
+        return function if callable(function) else (lambda inner: inner)
+
+    torch.compile = unchanged
+    for name in ("disable", "allow_in_graph", "assume_constant_result"):
+        setattr(torch.compiler, name, unchanged)
+    torch.compiler.is_compiling = torch.compiler.is_dynamo_compiling = lambda: False
+    dynamo = importlib.import_module("torch._dynamo")  # the stand-in
+    for name in ("disable", "allow_in_graph", "skip", "run", "optimize", "graph_break"):
+        setattr(dynamo, name, unchanged)
+
+
+def without_other_models():
+    """SGLang's model registry imports every model file; only DeepSeek-V4's are needed."""
+    import pkgutil
+
+    iterate = pkgutil.iter_modules
+    models = "sglang.srt.models."
+
+    def only_deepseek_v4(path=None, prefix=""):
+        for module in iterate(path, prefix):
+            if prefix != models or module.name.startswith(models + "deepseek_v4"):
+                yield module
+
+    pkgutil.iter_modules = only_deepseek_v4

@@ -1,0 +1,57 @@
+"""Records, while a trace is in a recording phase, which native entry points were called."""
+
+import sys
+from dataclasses import dataclass, field
+
+OUR_FILES = __file__.rsplit("/", 1)[0]
+
+
+@dataclass
+class Recorder:
+    """Calls into native code, in order, as {"symbol", "file", "line", "function"}."""
+
+    active: bool = False
+    calls: list = field(default_factory=list)
+
+    def start(self):
+        self.active, self.calls = True, []
+
+    def stop(self):
+        self.active = False
+        calls, self.calls = self.calls, []
+        return calls
+
+    def note(self, symbol, frame):
+        if self.active and len(self.calls) < 400:
+            self.calls.append({"symbol": symbol, "at": location(frame)})
+
+
+def calling_frame(depth=2):
+    """The nearest frame that is neither ours, nor torch's, nor the import system's."""
+    frame = sys._getframe(depth)
+    while frame is not None and _is_plumbing(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_plumbing(filename):
+    return (
+        filename.startswith((OUR_FILES, "<"))
+        or "/torch/" in filename
+        or "/triton/" in filename
+        or "/importlib/" in filename
+    )
+
+
+def location(frame):
+    """{"file", "line", "function"} of a frame; None without one."""
+    if frame is None:
+        return None
+    return {
+        "file": frame.f_code.co_filename,
+        "line": frame.f_lineno,
+        "function": getattr(frame.f_code, "co_qualname", frame.f_code.co_name),
+    }
+
+
+RECORDER = Recorder()

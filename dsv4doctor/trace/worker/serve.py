@@ -1,0 +1,188 @@
+"""The worker's main: confine, simulate the GPU, import SGLang once, fork for every launch.
+
+Reads one request (JSON) from standard input; writes events, one JSON object a line, to the file
+descriptor it is told.  Whatever the traced code prints goes to standard error.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+
+from . import confinement, lean, stand_ins
+from .recorder import RECORDER, calling_frame
+
+
+def main():
+    request = json.load(sys.stdin)
+    events = os.fdopen(int(request["events_fd"]), "w", buffering=1)
+    os.dup2(2, 1)  # SGLang's prints must not reach whoever reads our standard output
+    try:
+        Worker(request, events).run()
+    except BaseException as error:
+        emit(events, event="failure", job=None, message=describe(error), trace=_trace())
+        events.flush()
+        os._exit(1)
+    events.flush()
+    os._exit(0)  # no atexit handlers of the traced code
+
+
+def emit(events, **fields):
+    events.write(json.dumps(fields) + "\n")
+
+
+def describe(error):
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def _trace():
+    return traceback.format_exc()[-6000:]
+
+
+class Worker:
+    """One SGLang tree on one simulated GPU, with one environment."""
+
+    def __init__(self, request, events):
+        self.request = request
+        self.events = events
+        self.started = time.perf_counter()
+        self.timings = {}
+
+    def run(self):
+        request = self.request
+        warnings.filterwarnings("ignore")
+        self._confine()
+        self._install_stand_ins()
+        self._phase("importing torch")
+        self._import_torch()
+        self._phase("importing SGLang")
+        self._import_sglang()
+        self._mark("imports")
+        for job in request["jobs"]:
+            self._fork(job)
+
+    def _phase(self, text):
+        emit(self.events, event="phase", text=text)
+
+    def _mark(self, name):
+        self.timings[name] = round(time.perf_counter() - self.started, 3)
+
+    def _confine(self):
+        request = self.request
+        caches = [request["bytecode"]] if request.get("bytecode") else []
+        confinement.confine(request["scratch"], caches)
+        if request.get("memory_bytes"):
+            confinement.limit_memory(request["memory_bytes"])
+        os.chdir(request["scratch"])
+        if not self.request.get("verbose"):
+            import logging
+
+            logging.disable(logging.CRITICAL)
+
+    def _install_stand_ins(self):
+        request = self.request
+        metadata = request["metadata"]
+        declared = stand_ins.declared_packages(metadata)
+        arguments = [argument for job in request["jobs"] for argument in job["arguments"]]
+        inert = lean.inert_for(request["tree"], arguments)
+        self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"))
+        sys.path.insert(0, request["tree"])
+        sys.meta_path.insert(0, self.stand_ins)
+        stand_ins.answer_versions(self.stand_ins, metadata)
+
+    def _import_torch(self):
+        import torch
+
+        from . import gpu, tensors
+
+        torch.set_num_threads(1)
+        lean.without_compiler()
+        capability = tuple(self.request["capability"])
+        known = self.request.get("gpu") or {}
+        board = gpu.Board(capability, known.get("name"), known.get("memory_bytes"))
+        gpu.simulate(board, known.get("count") or 8)
+        tensors.prepare()
+
+        def launched(symbol, args):
+            frame = calling_frame(3)
+            RECORDER.note(symbol, frame)
+
+        gpu.simulate_triton(board, launched)
+        import transformers  # noqa: F401
+
+        from . import hugging_face
+
+        hugging_face.prepare()
+
+    def _import_sglang(self):
+        from .tensors import Redirect
+
+        lean.without_other_models()
+        with Redirect("cpu"):
+            import sglang.srt.server_args  # noqa: F401
+            from sglang.srt.model_loader import loader  # noqa: F401
+            from sglang.srt.models.registry import ModelRegistry
+
+            ModelRegistry.get_supported_archs()
+        self._record_jit_kernels()
+
+    @staticmethod
+    def _record_jit_kernels():
+        """SGLang compiles some CUDA kernels at run time: record them instead."""
+
+        def recorded(*args, **kwargs):
+            names = [str(arg) for arg in args if isinstance(arg, str)]
+            return stand_ins.make("jit:" + ".".join(names)[:120])
+
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("sglang."):
+                for name in ("load_jit", "load_inline"):
+                    if name in module.__dict__:
+                        setattr(module, name, recorded)
+
+    def _fork(self, job):
+        """Trace one launch in a child; a child that dies takes only its own result along."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            status = self._child(job, write)
+            os._exit(status)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            text = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        if text and os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            self.events.write(text)
+        else:
+            emit(self.events, event="failure", job=job["id"], message=_death(status), trace=None)
+
+    def _child(self, job, write):
+        from .launch import trace_launch
+
+        with os.fdopen(write, "w") as pipe:
+            try:
+                result = trace_launch(job, self._phase)
+                result["timings"] = {**self.timings, **result["timings"]}
+                result["leniencies"] += sorted(self.stand_ins.leniencies)
+                line = {"event": "result", "job": job["id"], "result": result}
+            except BaseException as error:
+                line = {
+                    "event": "failure",
+                    "job": job["id"],
+                    "message": describe(error),
+                    "trace": _trace(),
+                }
+            pipe.write(json.dumps(line) + "\n")
+        return 0
+
+
+def _death(status):
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"the trace was killed by {signal.Signals(number).name}"
+    return f"the trace ended early (exit {os.WEXITSTATUS(status)})"
+

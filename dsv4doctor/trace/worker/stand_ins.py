@@ -1,0 +1,459 @@
+"""Stand-ins for packages that cannot load here, or that dispatch never looks at.
+
+A stand-in imports, can be subclassed, decorated with, entered, compared and called.  While a
+forward is being traced, a call on one is recorded and returns tensors of the shape of its first
+tensor argument.  What SGLang does *not* declare and the interpreter does not have stays an
+ImportError, as it would be on the real machine, unless nothing on the way catches it.
+"""
+
+import ast
+import dis
+import enum
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import linecache
+import re
+import sys
+import types
+
+from .recorder import RECORDER, calling_frame
+
+# Import names of distributions whose name does not say.
+IMPORT_NAMES = {
+    "apache-tvm-ffi": ("tvm_ffi",),
+    "av": ("av",),
+    "cuda-python": ("cuda",),
+    "cuda-tile": ("cuda",),
+    "decord2": ("decord",),
+    "flash-attn-4": ("flash_attn",),
+    "flashinfer-python": ("flashinfer",),
+    "ipython": ("IPython",),
+    "humming-kernels": ("humming",),
+    "nvidia-cutlass-dsl": ("cutlass",),
+    "nvidia-ml-py": ("pynvml",),
+    "nvshmem4py-cu13": ("nvshmem",),
+    "pillow": ("PIL",),
+    "python-dateutil": ("dateutil",),
+    "python-multipart": ("multipart",),
+    "pyzmq": ("zmq",),
+    "quack-kernels": ("quack",),
+    "sgl-deep-ep": ("deep_ep",),
+    "sgl-deep-gemm": ("deep_gemm",),
+    "sgl-flash-mla": ("flash_mla",),
+    "sglang-kernel": ("sgl_kernel",),
+    "tilelang": ("tilelang", "tvm"),
+}
+
+# Imported for real.  Everything else that is not SGLang or the standard library is stood in for.
+REAL = {
+    "torch",
+    "torchgen",
+    "triton",
+    "transformers",
+    "numpy",
+    "packaging",
+    "regex",
+    "yaml",
+    "typing_extensions",
+    "typing_inspection",
+    "annotated_types",
+    "huggingface_hub",
+    "safetensors",
+    "tokenizers",
+    "filelock",
+    "tqdm",
+    "msgspec",
+    "sglang",
+    "jinja2",
+    "markupsafe",
+    "fsspec",
+    "functorch",
+}
+
+_ANY_VERSION = "99.0.0"  # of a package that is declared without a version
+
+# SGLang looks members of these up by value, so a stand-in has to be a real enum.  The numbers
+# are FlashInfer 0.7.2's (flashinfer/tllm_enums.py); they are only ever given back to it.
+_ENUMS = {
+    "ActivationType": enum.IntEnum(
+        "ActivationType",
+        "Gelu Relu Silu Swiglu Geglu SwigluBias Relu2 SwigluStep GegluTanh Identity Situ "
+        "InvalidType ClampedRelu2",
+        start=0,
+    ),
+}
+
+
+class StandInType(type):
+    """A class that stands for whatever a package exports under a name."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = make(f"{cls.symbol}.{name}")
+        setattr(cls, name, member)
+        return member
+
+    def __call__(cls, *args, **kwargs):
+        if cls.__dict__.get("is_stand_in") is not True:  # a class of SGLang's that derives from one
+            return type.__call__(cls, *args, **kwargs)
+        if not RECORDER.active:
+            decorated = _decorated(args, kwargs)
+            return decorated if decorated is not None else type.__call__(cls)
+        result = called(cls.symbol, args, kwargs)
+        return type.__call__(cls) if result is None else result
+
+    def __repr__(cls):
+        return f"<StandIn {cls.symbol}>"
+
+    def __int__(cls):
+        return 0
+
+    def __index__(cls):
+        return 0
+
+    def __bool__(cls):
+        return True
+
+    def __iter__(cls):
+        return iter(())
+
+    def __len__(cls):
+        return 0
+
+    def __contains__(cls, item):
+        return False
+
+    def __getitem__(cls, item):
+        return cls
+
+    def __or__(cls, other):
+        return cls
+
+    __ror__ = __or__
+
+    def __lt__(cls, other):
+        return False
+
+    def __le__(cls, other):
+        return False
+
+    def __gt__(cls, other):
+        return True
+
+    def __ge__(cls, other):
+        return True
+
+
+class _Instance:
+    """What a call on a stand-in gives outside a recorded forward."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __call__(self, *args, **kwargs):
+        if not RECORDER.active:
+            return _decorated(args, kwargs)
+        result = called(type(self).symbol, args, kwargs)
+        return self if result is None else result
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return make(f"{type(self).symbol}.{name}")
+
+    def __getitem__(self, item):
+        return self
+
+    def __setitem__(self, item, value):
+        pass
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 0
+
+    def __int__(self):
+        return 0
+
+    __index__ = __int__
+
+    def __bool__(self):
+        return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False
+
+
+def make(symbol):
+    """A stand-in for `symbol`, a dotted name."""
+    return StandInType(
+        symbol.rsplit(".", 1)[-1], (_Instance,), {"symbol": symbol, "is_stand_in": True}
+    )
+
+
+def _decorated(args, kwargs):
+    return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else None
+
+
+# ------------------------------------------------------------------------ recorded calls
+
+
+def called(symbol, args, kwargs):
+    """Record a native call and make up its result from the tensors it was given."""
+    import torch
+
+    frame = calling_frame(3)
+    RECORDER.note(symbol, frame)
+    tensors = list(_tensors([*args, *kwargs.values()], torch.Tensor))
+    count = _unpacked(frame)
+    if count > 1:
+        return tuple(_result(symbol, tensors, torch) for _ in range(count))
+    return _result(symbol, tensors, torch)
+
+
+def _result(symbol, tensors, torch):
+    name = symbol.rsplit(".", 1)[-1]
+    if name.endswith(("indices", "indices_with_cache")):
+        return torch.arange(tensors[0].shape[0], device="meta") if tensors else None
+    if "workspace" in name and not tensors:
+        return 1 << 20
+    if not tensors:
+        return None
+    if "scale_interleave" in name:  # FlashInfer gives the swizzled scales back flat
+        return torch.empty(tensors[0].numel(), dtype=tensors[0].dtype, device="meta")
+    return torch.empty_like(tensors[0], device="meta")
+
+
+def _tensors(values, tensor_type):
+    for value in values:
+        if isinstance(value, tensor_type):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value, tensor_type)
+
+
+_UNPACKED = {}
+
+
+def _unpacked(frame):
+    """How many values the calling statement unpacks the result into."""
+    if frame is None:
+        return 1
+    key = (frame.f_code, frame.f_lasti)
+    if key not in _UNPACKED:
+        _UNPACKED[key] = _read_unpacked(frame)
+    return _UNPACKED[key]
+
+
+def _read_unpacked(frame):
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset <= frame.f_lasti:
+            continue
+        if instruction.opname in ("CACHE", "NOP", "EXTENDED_ARG"):
+            continue
+        return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 1
+    return 1
+
+
+# ------------------------------------------------------------------------ modules
+
+
+class StandInModule(types.ModuleType):
+    """A package whose every attribute is a stand-in."""
+
+    __path__ = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _ENUMS and self.__name__.startswith("flashinfer"):
+            return _ENUMS[name]
+        member = make(f"{self.__name__}.{name}")
+        setattr(self, name, member)
+        return member
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for third-party packages, and for parts of SGLang that are left out.
+
+    declared: import name -> version that SGLang's own metadata asks for (None: any).
+    inert: `inert(module_name) -> bool`, the modules that dispatch never looks at.
+    bytecode: folder for SGLang's compiled modules; an unpacked wheel has none and may be
+        read-only.  Everybody else's lie beside their sources as usual.
+    """
+
+    def __init__(self, declared, inert, bytecode=None):
+        self.declared = declared
+        self.inert = inert
+        self.bytecode = bytecode
+        self.installed = {}
+        self.used = set()
+        self.leniencies = set()
+
+    def find_spec(self, name, path=None, target=None):
+        root = name.partition(".")[0]
+        sys.pycache_prefix = self.bytecode if root == "sglang" else None
+        if root in sys.stdlib_module_names or root.startswith("_sysconfigdata"):
+            return None
+        if self.inert(name):
+            return self._spec(name)
+        if root in REAL:
+            return None
+        if isinstance(sys.modules.get(root), StandInModule):
+            return self._spec(name)
+        if not self._asked_by_sglang():
+            return None
+        if root in self.declared or self._is_installed(root):
+            self.used.add(root)
+            return self._spec(name)
+        if not _is_probe() and self._nobody_catches(name):
+            self.leniencies.add(f"{root} is not installed; SGLang imports it, stood in for")
+            return self._spec(name)
+        return None
+
+    def _spec(self, name):
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = StandInModule(spec.name)
+        root = spec.name.partition(".")[0]
+        module.__version__ = self._version(root) or self.declared.get(root) or _ANY_VERSION
+        return module
+
+    def exec_module(self, module):
+        pass
+
+    @staticmethod
+    def _version(root):
+        """The installed version of the distribution behind an import name."""
+        names = [name for name, roots in IMPORT_NAMES.items() if root in roots]
+        for name in (root, *names):
+            try:
+                return importlib.metadata.distribution(name).version
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+    def _is_installed(self, root):
+        if root not in self.installed:
+            finders = [finder for finder in sys.meta_path if finder is not self]
+            self.installed[root] = any(
+                finder.find_spec(root, None) is not None
+                for finder in finders
+                if hasattr(finder, "find_spec")
+            )
+        return self.installed[root]
+
+    @staticmethod
+    def _asked_by_sglang():
+        """Other packages see the interpreter as it is: their own probes decide what they load."""
+        frame = sys._getframe(2)
+        while frame is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        return frame is not None and "/sglang/" in frame.f_code.co_filename
+
+    @staticmethod
+    def _nobody_catches(name):
+        """True when a missing import would end SGLang rather than be handled by it."""
+        frame = sys._getframe(2)
+        saw_sglang = False
+        while frame is not None:
+            filename = frame.f_code.co_filename
+            if "/sglang/" in filename:
+                saw_sglang = True
+                if _inside_try(filename, frame.f_lineno):
+                    return False
+            frame = frame.f_back
+        return saw_sglang
+
+
+def _is_probe():
+    """True inside importlib.util.find_spec: the caller asks, and handles a no."""
+    frame = sys._getframe(2)
+    while frame is not None and "importlib" in frame.f_code.co_filename:
+        if frame.f_code.co_name == "find_spec" and frame.f_code.co_filename.endswith("util.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_TRIES = {}
+
+
+def _inside_try(filename, line):
+    """True when `line` of a source file stands in a try that can catch an ImportError."""
+    if filename not in _TRIES:
+        try:
+            tree = ast.parse("".join(linecache.getlines(filename)))
+        except SyntaxError:
+            tree = ast.Module(body=[], type_ignores=[])
+        _TRIES[filename] = [
+            (node.body[0].lineno, node.body[-1].end_lineno)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Try) and node.handlers and _catches_import_error(node)
+        ]
+    return any(first <= line <= last for first, last in _TRIES[filename])
+
+
+def _catches_import_error(node):
+    wanted = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+    for handler in node.handlers:
+        if handler.type is None:
+            return True
+        names = {part.id for part in ast.walk(handler.type) if isinstance(part, ast.Name)}
+        if names & wanted:
+            return True
+    return False
+
+
+def declared_packages(metadata_text):
+    """Import name -> pinned version of what a METADATA text requires without extras.
+
+    A package that is not pinned maps to the lowest version allowed, or None.
+    """
+    declared = {}
+    for line in metadata_text.splitlines():
+        if line.startswith("Requires-Dist:") and "extra ==" not in line:
+            name, pin = _name_and_pin(line)
+            for root in IMPORT_NAMES.get(name, (name.replace("-", "_"),)):
+                declared[root] = pin
+    return declared
+
+
+def _name_and_pin(line):
+    """("flashinfer-python", "0.6.12") of a Requires-Dist line; the pin is the lowest version."""
+    requirement = line.split(":", 1)[1].split(";")[0].strip()
+    name = re.split(r"[<>=!;\[ (~]", requirement)[0].lower().replace("_", "-")
+    pin = re.search(r"[=~>]=\s*([0-9][0-9A-Za-z.]*)", requirement)
+    return name, pin.group(1) if pin else None
+
+
+def answer_versions(stand_ins, metadata_text):
+    """Make importlib.metadata.version agree with the stand-ins for what is declared but absent."""
+    original = importlib.metadata.version
+    pins = {}
+    for line in metadata_text.splitlines():
+        if line.startswith("Requires-Dist:") and "extra ==" not in line:
+            name, pin = _name_and_pin(line)
+            pins[name] = pin
+
+    def version(name):
+        try:
+            return original(name)
+        except importlib.metadata.PackageNotFoundError:
+            normalised = name.lower().replace("_", "-")
+            if normalised in pins:
+                return pins[normalised] or _ANY_VERSION
+            root = name.replace("-", "_")
+            if root in stand_ins.used and root in stand_ins.declared:
+                return stand_ins.declared[root] or _ANY_VERSION
+            raise
+
+    importlib.metadata.version = version
