@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -9,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from dsv4doctor.models import SglangTree
+from dsv4doctor.wheels import default_cache, fetch_tree
 
 SPECS = Path(__file__).parent / "checkpoints"
 
@@ -77,3 +81,20 @@ def copy_checkpoint() -> Callable[[Path, Path], Path]:
         return target
 
     return copy
+
+
+@pytest.fixture(scope="session")
+def sglang_tree() -> Callable[[str], SglangTree]:
+    """`sglang_tree(version)`: the real, read-only tree of that release from the user's cache.
+
+    Fetched from the package index the first time; test processes wait for one another.
+    """
+
+    def fetch(version: str) -> SglangTree:
+        cache = default_cache()
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / f".tests-{version}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return fetch_tree(version, cache)
+
+    return fetch
