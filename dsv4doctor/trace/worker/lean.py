@@ -32,11 +32,20 @@ _LEFT_OUT = (
     "sglang.srt.beam_search",
     "torch._dynamo",  # the compiler stack: torch.compile is a pass-through in a trace
     "torch._inductor",
+    "torch.export",
+    "torch.distributions",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.loss.loss_utils",
     "transformers.masking_utils",
+    "transformers.image_processing_utils",
+    "transformers.image_utils",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.processing_utils",
     "transformers.quantizers.quantizer_torchao",
+    "sympy",  # symbolic sizes; see concrete_shapes
+    "mpmath",
+    "httpx",  # nothing is fetched in a trace
 )
 
 # Kept although a prefix above would leave them out.
@@ -60,13 +69,18 @@ def inert_for(tree, arguments):
     configs = _other_models_configs(os.path.join(tree, "sglang", "srt", "configs"))
 
     def inert(name):
-        if name in configs:
+        if name in configs or _MODEL_CODE.match(name):
             return True
         return (name + ".").startswith(dotted) and name not in _KEPT
 
     return inert
 
 
+# Hugging Face's own model code, and SGLang's draft workers, of which only the name is needed.
+_MODEL_CODE = re.compile(
+    r"transformers\.models\.\w+\.(modeling|processing|image_processing|video_processing"
+    r"|feature_extraction|tokenization)_|sglang\.srt\.speculative\.([\w.]+\.)?\w+_worker(_v\d+)?$"
+)
 _MODEL_CONFIG = re.compile(r"^class \w+\(\s*[\w.]*Config\b", re.MULTILINE)
 
 
@@ -103,6 +117,23 @@ def without_compiler():
     dynamo = importlib.import_module("torch._dynamo")  # the stand-in
     for name in ("disable", "allow_in_graph", "skip", "run", "optimize", "graph_break"):
         setattr(dynamo, name, unchanged)
+
+
+def scan_transformers_once():
+    """transformers lists its models' files twice, under two spellings of the same folder."""
+    import pathlib
+
+    import transformers.utils.import_utils as import_utils
+
+    scan = getattr(import_utils, "create_import_structure_from_path", None)
+    if scan is None:
+        return
+
+    def scan_folder(path):
+        path = pathlib.Path(path)
+        return scan(path.parent if path.name == "__init__.py" else path)
+
+    import_utils.create_import_structure_from_path = scan_folder
 
 
 def without_other_models():

@@ -6,7 +6,6 @@ tensor argument.  What SGLang does *not* declare and the interpreter does not ha
 ImportError, as it would be on the real machine, unless nothing on the way catches it.
 """
 
-import ast
 import dis
 import enum
 import importlib.abc
@@ -191,8 +190,13 @@ class _Instance:
         return False
 
 
+_RAISED = re.compile(r"(Error|Exception|Timeout|Exceeded|NotFound)$")
+
+
 def make(symbol):
-    """A stand-in for `symbol`, a dotted name."""
+    """A stand-in for `symbol`, a dotted name; an exception class for one that is raised."""
+    if _RAISED.search(symbol):
+        return type(symbol.rsplit(".", 1)[-1], (Exception,), {"symbol": symbol})
     return StandInType(
         symbol.rsplit(".", 1)[-1], (_Instance,), {"symbol": symbol, "is_stand_in": True}
     )
@@ -384,33 +388,46 @@ def _is_probe():
     return False
 
 
-_TRIES = {}
-
-
 def _inside_try(filename, line):
-    """True when `line` of a source file stands in a try that can catch an ImportError."""
-    if filename not in _TRIES:
-        try:
-            tree = ast.parse("".join(linecache.getlines(filename)))
-        except SyntaxError:
-            tree = ast.Module(body=[], type_ignores=[])
-        _TRIES[filename] = [
-            (node.body[0].lineno, node.body[-1].end_lineno)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Try) and node.handlers and _catches_import_error(node)
-        ]
-    return any(first <= line <= last for first, last in _TRIES[filename])
+    """True when `line` of a source file stands in a try that can catch an ImportError.
 
-
-def _catches_import_error(node):
-    wanted = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-    for handler in node.handlers:
-        if handler.type is None:
-            return True
-        names = {part.id for part in ast.walk(handler.type) if isinstance(part, ast.Name)}
-        if names & wanted:
+    Read by indentation: parsing SGLang's largest files would cost more than importing them.
+    """
+    lines = linecache.getlines(filename)
+    if not 0 < line <= len(lines):
+        return False
+    indentation = _indentation(lines[line - 1])
+    for above in range(line - 2, -1, -1):
+        text = lines[above].strip()
+        depth = _indentation(lines[above])
+        if not text or text.startswith("#") or depth >= indentation:
+            continue
+        indentation = depth
+        if text.startswith("try:") and _catches_import_error(lines, above, depth):
             return True
     return False
+
+
+def _catches_import_error(lines, start, depth):
+    """True when the try at `start` has an except clause that an ImportError reaches."""
+    for text in lines[start + 1 :]:
+        stripped = text.strip()
+        if not stripped or _indentation(text) > depth:
+            continue
+        if not stripped.startswith("except"):
+            return False
+        if _IMPORT_ERRORS.search(stripped):
+            return True
+    return False
+
+
+_IMPORT_ERRORS = re.compile(
+    r"except\s*:|\b(ImportError|ModuleNotFoundError|Exception|BaseException)\b"
+)
+
+
+def _indentation(text):
+    return len(text) - len(text.lstrip())
 
 
 def declared_packages(metadata_text):
