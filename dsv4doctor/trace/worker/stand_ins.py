@@ -317,7 +317,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if root in self.declared or self._is_installed(root):
             self.used.add(root)
             return self._spec(name)
-        if not _is_probe() and self._nobody_catches(name):
+        if not _is_probe() and self._nobody_catches():
             self.leniencies.add(f"{root} is not installed; SGLang imports it, stood in for")
             return self._spec(name)
         return None
@@ -364,25 +364,24 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return frame is not None and "/sglang/" in frame.f_code.co_filename
 
     @staticmethod
-    def _nobody_catches(name):
-        """True when a missing import would end SGLang rather than be handled by it."""
+    def _nobody_catches():
+        """True when the import stands in no try: SGLang takes the package for granted.
+
+        Only the import statement itself counts.  A try further out, such as the one around every
+        file of the model registry, would turn a package that a serving environment always has
+        into a model that is quietly missing.
+        """
         frame = sys._getframe(2)
-        saw_sglang = False
-        while frame is not None:
-            filename = frame.f_code.co_filename
-            if "/sglang/" in filename:
-                saw_sglang = True
-                if _inside_try(filename, frame.f_lineno):
-                    return False
+        while frame is not None and "/sglang/" not in frame.f_code.co_filename:
             frame = frame.f_back
-        return saw_sglang
+        return frame is not None and not _inside_try(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _is_probe():
     """True inside importlib.util.find_spec: the caller asks, and handles a no."""
     frame = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_code.co_filename:
-        if frame.f_code.co_name == "find_spec" and frame.f_code.co_filename.endswith("util.py"):
+        if frame.f_code.co_name == "find_spec" and "util" in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False
