@@ -20,7 +20,7 @@ from dsv4doctor.shell.wrappers import Surroundings, unwrap
 _MODULES = ("sglang.launch_server", "sglang.srt.entrypoints.http_server")
 _CLI_MODULES = ("sglang", "sglang.cli.main")
 _PYTHON = re.compile(r"python[0-9.]*|pypy3?")
-_PRINTING = "echo printf cat tee sed awk grep egrep pgrep pkill kill killall ps pip"
+_PRINTING = "echo printf cat tee sed awk grep egrep pgrep pkill kill killall ps pip [ [[ test"
 _PRINTS = frozenset(_PRINTING.split())
 _MODEL_FLAGS = ("--model-path", "--model")
 _OTHER_ENGINES = {
@@ -33,6 +33,7 @@ _OTHER_ENGINES = {
     "text-generation-launcher": "TGI",
 }
 _MAX_NESTING = 4
+_MAX_NOTES = 40
 
 
 def read_script(path: Path, base_environment: Mapping[str, str], line: int | None = None) -> Launch:
@@ -55,7 +56,10 @@ def read_script(path: Path, base_environment: Mapping[str, str], line: int | Non
             if engine is not None:
                 engines.setdefault(engine, invocation.line)
     chosen = _choose(path, found, line, engines)
-    return replace(chosen.launch, notes=(*chosen.launch.notes, *notes))
+    shown = [*chosen.launch.notes, *notes]
+    if len(shown) > _MAX_NOTES:
+        shown[_MAX_NOTES:] = [f"and {len(shown) - _MAX_NOTES} more of this kind"]
+    return replace(chosen.launch, notes=tuple(shown))
 
 
 def from_arguments(

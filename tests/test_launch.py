@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def test_what_stands_in_front(front: str, tmp_path: Path) -> None:
 DOCKER = """\
 export SGLANG_OUTSIDE=1 TOKEN=t
 docker run --rm --gpus all --shm-size 32g -p 30000:30000 \\
-    -v /data/models:/models -v ~/.cache:/root/.cache \\
+    -v /data/models:/models -v ~/.cache:/cache \\
     -e A=1 --env B=2 --env=C=3 -e TOKEN \\
     lmsysorg/sglang:latest """
 
@@ -208,10 +209,53 @@ def test_a_model_below_an_unset_folder_is_not_guessed(tmp_path: Path) -> None:
     assert read(tmp_path, f"{SERVER} --model $NOWHERE/v4").model is None
 
 
-def test_blocks_are_noted(tmp_path: Path) -> None:
-    launch = read(tmp_path, f"\nif true; then\n{SERVER} --model /m\nfi")
+# condition -> which of the two arms are read
+CONDITIONS = {
+    '[[ "${SPEC:-1}" == "1" ]]': "first",
+    "[ -z $SPEC ]": "first",
+    '[ -n "$SPEC" ]': "second",
+    "[[ ! -n $SPEC ]]": "first",
+    '! [ -n "$SPEC" ]': "first",
+    "test ${TP:-8} -gt 4": "first",
+    "[ ${TP:-8} -le 4 ]": "second",
+    "[ $HOME != /home/me ]": "second",
+    "false; then A=(--third); elif true": "first",
+    "true; then A=(--first); elif true": "elif",
+    "[ -f /etc/x ]": "both",
+    "[[ $HOME == /home/* ]]": "both",
+    "[[ -z $SPEC && -z $HOME ]]": "both",
+    "nvidia-smi | grep -q 6000": "both",
+    '[ "$1" = spec ]': "both",
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_arms_that_cannot_run_are_left_out(condition: str, tmp_path: Path) -> None:
+    arms = "A=(--first)\nB=1\nelse\nif true; then C=1; fi\nA=(--second)\nfi\n"
+    text = f'if {condition}; then\n{arms}{SERVER} --model /m "${{A[@]}}" $B ${{C+c}}'
+    launch = read(tmp_path, text)
+    expected = {
+        "first": ("--first", "1"),
+        "elif": ("--first",),
+        "second": ("--second", "c"),
+        "both": ("--second", "1", "c"),
+    }
+    assert launch.flags == expected[CONDITIONS[condition]]
+    assert any("not known; this arm" in n for n in launch.notes) is (
+        CONDITIONS[condition] == "both"
+    )
+
+
+def test_defaults_of_the_script_s_own_arguments(tmp_path: Path) -> None:
+    launch = read(tmp_path, f"TP=${{1:-4}}\n{SERVER} --model /m --tp $TP")
+    assert launch.flags == ("--tp", "4")
+    assert any("$1 is taken as not given" in note for note in launch.notes)
+
+
+def test_loops_are_noted(tmp_path: Path) -> None:
+    launch = read(tmp_path, f"\nwhile true; do\n{SERVER} --model /m\ndone")
     assert launch.line == 3
-    assert any("line 2: conditions" in note for note in launch.notes)
+    assert any("line 2: loops" in note for note in launch.notes)
 
 
 def test_source_in_the_same_folder_is_followed_once(tmp_path: Path) -> None:
@@ -221,6 +265,20 @@ def test_source_in_the_same_folder_is_followed_once(tmp_path: Path) -> None:
     launch = read(tmp_path, text, line=4)
     assert (launch.model, launch.environment) == ("/m", {"A": "1"})
     assert any("/elsewhere/x.sh" in note for note in launch.notes)
+
+
+def test_a_chain_of_sourced_files_ends(tmp_path: Path) -> None:
+    for index in range(40):
+        (tmp_path / f"{index}.sh").write_text(f"export A{index}=1\nsource {index + 1}.sh\n")
+    launch = read(tmp_path, f"source 0.sh\n{SERVER} --model /m")
+    assert 5 < len(launch.environment) < 40
+    assert any("too many" in note for note in launch.notes)
+
+
+def test_notes_are_bounded(tmp_path: Path) -> None:
+    launch = read(tmp_path, f"{SERVER} --model /m " + " ".join(f"$x{i}" for i in range(999)))
+    assert len(launch.notes) == 41
+    assert launch.notes[-1] == "and 959 more of this kind"
 
 
 def test_several_commands(tmp_path: Path) -> None:
@@ -282,7 +340,25 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["(", "$(", "${", '"', "`", "A=(", "<", "<<A\n", "'", "\\", "&", "if ", "A=$A$A\n", "$'", "{ "],
+    [
+        "(",
+        "$(",
+        "${",
+        '"',
+        "`",
+        "A=(",
+        "<",
+        "<<A\n",
+        "'",
+        "\\",
+        "&",
+        "if ",
+        "if true; then\n",
+        "[ ! ",
+        "A=$A$A\n",
+        "$'",
+        "{ ",
+    ],
 )
 def test_a_megabyte_of_anything_ends_soon(unit: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.sh"
@@ -334,6 +410,66 @@ def test_any_text_gives_a_launch_or_one_error(
     path.write_text(text)
     with contextlib.suppress(UsageError):
         assert isinstance(read_script(path, {"A": "x y"}), Launch)
+
+
+_PIECES = st.sampled_from(
+    [
+        *(
+            "a",
+            "b1",
+            "-x",
+            "--k=v",
+            " ",
+            "  ",
+            '"',
+            "'",
+            "\\",
+            "#",
+            "=",
+            "{",
+            "}",
+            "%",
+            ":",
+            ",",
+            "@",
+        ),
+        *("$A", "${A}", '"$A"', "$B", "${B[1]}", "${B[@]}", '"${B[@]}"', '"${B[*]}"', '"${E[@]}"'),
+        *("$U", '"$U"', "${U:-d e}", '"${U:-d e}"', '${U-"q r"}', "${A:+x y}", "${E:-z}", "${E-z}"),
+        *(
+            "${U:-$A}",
+            '${U:-"${B[@]}"}',
+            "\\$A",
+            '\\"',
+            '"\\a"',
+            "$'q\\n'",
+            "~/",
+            " \\\n ",
+            ";",
+            " 0</dev/null ",
+        ),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(_PIECES, max_size=9).map("".join))
+def test_words_are_what_bash_makes_of_them(
+    tmp_path_factory: pytest.TempPathFactory, words: str
+) -> None:
+    text = f'A="x  y"\nB=(p "q r" s)\nE=\n{SERVER} {words}\n'
+    stand_in = "python() { shift 2; if (($#)); then printf '%s\\0' \"$@\"; fi; }\n"
+    folder = tmp_path_factory.getbasetemp()
+    bash = subprocess.run(
+        ["bash", "--norc", "-c", stand_in + text],
+        env={**BASE, "PATH": "/usr/bin:/bin"},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if bash.returncode == 0:
+        expected = tuple(bash.stdout.decode().split("\0")[:-1])
+        assert read(folder, text).flags == expected
 
 
 def test_arguments_on_our_own_command_line() -> None:

@@ -51,6 +51,8 @@ class Scope:
     """None: set to something that cannot be known without running the script."""
     notes: dict[str, None] = field(default_factory=dict)
     spent: int = 0
+    unset_is_known: bool = False
+    """Whether an unset variable counts as known to be empty, as in a condition."""
 
     def note(self, line: int, text: str) -> None:
         self.notes.setdefault(f"line {line}: {text}")
@@ -166,12 +168,15 @@ class _Expansion:
         if match["rest"] and operation is None:
             return self.unknown(part)
         if operation is not None:
+            if match["name"].isdecimal():
+                self.scope.note(self.line, f"${match['name']} is taken as not given")
+                is_set = False
             empty = not is_set or (bool(operation["colon"]) and value in ((), ("",)))
             return self.operation(part, match, operation, empty, value)
         if not is_set:
             self.scope.note(self.line, f"${match['name']} is not set; read as nothing")
             # Not known: an argument made from it cannot be trusted.
-            return [("", part.quoted and match["name"] != "@", False)]
+            return [("", part.quoted and match["name"] != "@", self.scope.unset_is_known)]
         return self.value(part, match["name"], match["index"], value)
 
     def operation(
@@ -217,6 +222,8 @@ class _Expansion:
             return self.unknown(part)
         if name in ("@", "*"):
             index = name
+        if index == "*" and part.quoted:
+            return [(" ".join(value), True, True)]
         if index in ("@", "*"):
             pieces: _Pieces = []
             for element in value:

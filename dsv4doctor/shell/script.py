@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.shell.conditions import Conditions
 from dsv4doctor.shell.expand import Field, Scope, Value
 from dsv4doctor.shell.syntax import Assignment, Command, Kind, Part, Word, parse
 
 MAX_BYTES = 1 << 20
 _DECLARE = frozenset(("export", "declare", "typeset", "readonly", "local"))
 _MAX_EVAL = 4
+_MAX_SOURCED = 16
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,15 @@ class Shell:
         """Every command of `text` that is not an assignment or the like."""
         script = parse(text, self.scope.source, first_line)
         if script.block_line is not None:
-            self.scope.note(script.block_line, "conditions and loops were read straight through")
+            self.scope.note(
+                script.block_line, "loops, cases and functions were read straight through"
+            )
         for name in script.loop_variables:
             self.scope.variables[name] = None
+        conditions = Conditions(self.scope)
         for command in script.commands:
-            yield from self.command(command)
+            if conditions.admits(command):
+                yield from self.command(command)
 
     def command(self, command: Command) -> Iterator[Invocation]:
         items = command.items
@@ -201,6 +207,9 @@ class Shell:
             self.scope.note(line, f"{target.text} is sourced from elsewhere and was not read")
             return
         if full in self.sourced:
+            return
+        if len(self.sourced) >= _MAX_SOURCED:
+            self.scope.note(line, f"{target.text} was not read: too many sourced files")
             return
         self.sourced.add(full)
         try:

@@ -1,7 +1,7 @@
 """The text of a shell script as a list of simple commands.
 
-Blocks are read straight through: keywords are dropped, so the commands of both arms of an `if`
-are in the list.  Here-documents are skipped.  Work is linear in the length of the text.
+The commands of every block are in the list, with the keywords in front of them kept aside.
+Here-documents are skipped.  Work is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ class Command:
     items: tuple[Word | Assignment, ...]
     line: int
     last_line: int
+    keywords: tuple[str, ...] = ()
+    """What stood in front, e.g. ("then",); with `fi` and the like there are no items."""
 
 
 @dataclass(frozen=True)
 class Script:
     commands: tuple[Command, ...]
     block_line: int | None
-    """Where the first `if`, loop, `case` or function begins."""
+    """Where the first loop, `case` or function begins."""
     loop_variables: frozenset[str]
 
 
@@ -78,7 +80,7 @@ _PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-]")
 _KEYWORDS = frozenset(
     ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "{", "}", "!", "time")
 )
-_BLOCKS = frozenset(("if", "while", "until", "for", "case", "select", "function"))
+_BLOCKS = frozenset(("while", "until", "for", "case", "select", "function"))
 _ANSI_C = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "e": "\x1b"}
 _MAX_DEPTH = 200
 
@@ -122,9 +124,10 @@ class _Parser:
             nonlocal block_line
             if block_line is None and _opens_block(items):
                 block_line = items[0].line
-            kept = _without_keywords(items, loop_variables)
-            if kept:
-                commands.append(Command(tuple(kept), kept[0].line, self.line))
+            keywords, kept = _split_keywords(items, loop_variables)
+            if keywords or kept:
+                line = (kept or items)[0].line
+                commands.append(Command(tuple(kept), line, self.line, keywords))
             items.clear()
 
         while self.skip_blanks():
@@ -370,10 +373,11 @@ def _opens_block(items: list[Word | Assignment]) -> bool:
     return bool(items) and isinstance(items[0], Word) and items[0].literal in _BLOCKS
 
 
-def _without_keywords(
+def _split_keywords(
     items: list[Word | Assignment], loop_variables: set[str]
-) -> list[Word | Assignment]:
-    """`items` without the keywords in front; empty for `for x in ...` and `case x in`."""
+) -> tuple[tuple[str, ...], list[Word | Assignment]]:
+    """The keywords in front, and the rest; nothing is left of `for x in ...` and `case x in`."""
+    keywords: list[str] = []
     start = 0
     while start < len(items):
         item = items[start]
@@ -382,13 +386,14 @@ def _without_keywords(
             following = items[start + 1] if start + 1 < len(items) else None
             if isinstance(following, Word) and following.literal:
                 loop_variables.add(following.literal)
-            return []
-        if word in ("case", "esac", "[[", "["):
-            return []
+            return tuple(keywords), []
+        if word in ("case", "esac"):
+            return tuple(keywords), []
         if word == "function":
             start += 2
             continue
-        if word not in _KEYWORDS:
+        if word is None or word not in _KEYWORDS:
             break
+        keywords.append(word)
         start += 1
-    return items[start:]
+    return tuple(keywords), items[start:]
