@@ -32,10 +32,14 @@ class LayerWatch:
     `found[id(layer)]` is {"decided_at", "flags_consulted"}.
     """
 
-    def __init__(self, layer_class, switched):
-        """switched: True when a draft's context swaps the runner flags for the speculative ones."""
+    def __init__(self, layer_class, switched, path=None):
+        """switched: True when a draft's context swaps the runner flags for the speculative ones.
+
+        path: the PathWatch that is to follow what happens inside a layer's construction.
+        """
         self.layer_class = layer_class
         self.switched = switched
+        self.path = path
         self.found = {}
 
     def __enter__(self):
@@ -53,11 +57,15 @@ class LayerWatch:
 
     def _run(self, layer, args, kwargs):
         build = _Build(self.original.__code__, sys.gettrace())
+        if self.path is not None:
+            self.path.inside_layer = True
         sys.settrace(build.on_call)
         try:
             self.original(layer, *args, **kwargs)
         finally:
             sys.settrace(build.outer)
+            if self.path is not None:
+                self.path.inside_layer = False
             method = layer.__dict__.get("quant_method") or getattr(layer, "quant_method", None)
             self.found[id(layer)] = {
                 "decided_at": build.decided_at(method),
@@ -212,6 +220,10 @@ class ArgumentWatch:
 
     def _on_call(self, frame, event, argument):
         chained = self.outer(frame, event, argument) if self.outer else None
+        if frame.f_code.co_name == "declare_resolution":
+            for name, value in frame.f_locals.get("fields", {}).items():
+                self.returned.setdefault((name, repr(value)), location(frame.f_back))
+            return chained
         if "/sglang/srt/arg_groups/" not in frame.f_code.co_filename:
             return chained
         ours = self._provider()
@@ -287,6 +299,14 @@ _FUNCTIONS = re.compile(
     r"|\w*deepseek_v4\w*|\w*sm120\w*|_handle_speculative_decoding|handle_speculative\w*"
     r"|_handle_model_specific_adjustments|\w*fp4_expert\w*|\w*nvfp4_moe\w*"
 )
+_OF_A_LAYER = {
+    "__init__",
+    "get_quant_method",
+    "_get_quant_method",
+    "is_layer_excluded",
+    "is_layer_skipped",
+    "create_moe_runner",
+}
 _SIMPLE = (bool, int, float, str)
 
 
@@ -295,6 +315,7 @@ class PathWatch:
 
     def __init__(self):
         self.phase = "arguments"
+        self.inside_layer = False  # dense layers ask the same functions, and are not asked about
         self.steps = []
         self.kinds = {}
         self.conditions = {}
@@ -312,7 +333,9 @@ class PathWatch:
         watched = self.kinds.get(code)
         if watched is None:
             watched = self.kinds[code] = self._is_dispatch(code)
-        return self._follow(frame) if watched else None
+        if not watched or (code.co_name in _OF_A_LAYER and not self.inside_layer):
+            return None
+        return self._follow(frame)
 
     @staticmethod
     def _is_dispatch(code):
@@ -348,8 +371,8 @@ class PathWatch:
                 last[0] = condition
             elif event == "return":
                 step["returned"] = _returned(argument)
-                for branch in step["branches"]:
-                    branch.pop("body", None)
+                if step["branches"] and "body" in step["branches"][-1]:
+                    step["branches"][-1]["taken"] = False
             return local
 
         return local
@@ -359,11 +382,9 @@ class PathWatch:
         """The line that runs after a condition tells which way it went."""
         if step["branches"]:
             branch = step["branches"][-1]
-            body = branch.pop("body", None)
-            if body is not None and not branch["first"] <= line <= branch["last"]:
-                branch["taken"] = body[0] <= line <= body[1]
-            elif body is not None:
-                branch["body"] = body
+            if "body" in branch and not branch["first"] <= line <= branch["last"]:
+                first, last = branch.pop("body")
+                branch["taken"] = first <= line <= last
 
     def _conditions(self, code):
         """line -> condition of the if, while or conditional expression on it."""
@@ -372,19 +393,22 @@ class PathWatch:
         return self.conditions[code]
 
     def result(self):
-        """The steps, equal ones folded into one with a count."""
+        """The steps; those that took the same way are folded into the first, with a count."""
         folded = {}
         for step in self.steps:
-            key = repr([step[name] for name in ("phase", "function", "returned", "branches")])
+            branches = {}
+            for branch in step["branches"]:
+                branches[branch["first"], branch["taken"]] = branch  # of a loop, the last round
+            step["branches"] = list(branches.values())
+            key = (step["phase"], step["file"], step["function"], step["returned"], *branches)
             if key in folded:
                 folded[key]["times"] += 1
             else:
                 folded[key] = step
         for step in folded.values():
             for branch in step["branches"]:
-                branch.pop("first", None)
-                branch.pop("last", None)
-                branch.pop("body", None)
+                for internal in ("first", "last", "body"):
+                    branch.pop(internal, None)
         return list(folded.values())
 
 
@@ -404,6 +428,8 @@ def _read_conditions(code):
         block = None
         if isinstance(body, list):
             block = (body[0].lineno + offset, body[-1].end_lineno + offset)
+        elif isinstance(node, ast.Assert):
+            block = (0, sys.maxsize)  # whatever runs next, the assertion held
         condition = {
             "text": ast.unparse(test)[:300],
             "names": sorted(
@@ -450,7 +476,11 @@ _UNKNOWN = object()
 def _value(frame, dotted):
     """The value of a name in a condition, when looking at it runs no code of its own."""
     head, *rest = dotted.split(".")
+    called = head == "get_platform()"
+    head = head.removesuffix("()") if called else head
     value = frame.f_locals.get(head, frame.f_globals.get(head, _UNKNOWN))
+    if called and value is not _UNKNOWN:
+        value = value()
     if not rest and hasattr(value, "cache_info"):  # a cached predicate such as is_sm120_supported
         try:
             return f"() -> {value()!r}"
@@ -459,14 +489,27 @@ def _value(frame, dotted):
     for name in rest:
         if value is _UNKNOWN or not name.isidentifier():
             return None
-        value = inspect.getattr_static(value, name, _UNKNOWN)
-        if isinstance(value, property):
-            return None
+        value = _attribute(value, name)
+    if type(value).__module__ == "sglang.srt.environ" and hasattr(value, "get"):
+        return f"{value.get()!r}"[:120]
     if value is None or isinstance(value, _SIMPLE):
         return repr(value)[:120]
     if hasattr(value, "name") and type(value).__module__.startswith("sglang"):
         return str(value)[:120]
     return None
+
+
+def _attribute(value, name):
+    """An attribute, read plainly; SGLang's own views and platforms compute theirs."""
+    plain_value = inspect.getattr_static(value, name, _UNKNOWN)
+    if plain_value is not _UNKNOWN and not isinstance(plain_value, property):
+        return plain_value if not hasattr(plain_value, "__get__") else getattr(value, name)
+    if type(value).__module__.startswith("sglang.srt."):
+        try:
+            return getattr(value, name)
+        except Exception:
+            return _UNKNOWN
+    return _UNKNOWN
 
 
 def _returned(value):

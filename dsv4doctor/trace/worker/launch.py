@@ -110,7 +110,7 @@ class _Launch:
             if role == "main":
                 serving.prepare_layers(self.server_args, config)
             quantization, load_config = serving.quant_config(config)
-        watch = decisions.LayerWatch(FusedMoE, switched)
+        watch = decisions.LayerWatch(FusedMoE, switched, self.path)
         with watch:
             model = serving.build_model(config, load_config, quantization)
         reader = LayerReader(role, watch, self._speculative_default())
