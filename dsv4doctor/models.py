@@ -405,6 +405,19 @@ class RuleResult:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another way to launch the same model, traced like the launch itself."""
+
+    change: str
+    """What is different, e.g. "--moe-runner-backend marlin, without speculative decoding"."""
+    flags: tuple[str, ...]
+    """All of SGLang's flags for it."""
+    problem: str | None
+    """Why it does not help; None: every routed-expert layer runs, and as the model needs it."""
+    layers: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the rules read: the snapshot, the launch's resolution, and the GPU asked about."""
 
@@ -415,6 +428,10 @@ class Facts:
     trace: Trace | None
     trace_failure: str | None = None
     """Why there is no trace."""
+    call_texts: dict[str, str] = field(default_factory=dict)
+    """"file:line" of a kernel's call site -> the source of that call."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Tried when the launch does not run; empty otherwise."""
 
 
 @dataclass(frozen=True)
