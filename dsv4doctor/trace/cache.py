@@ -8,6 +8,7 @@ list differs is the tree read again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -52,6 +53,7 @@ def key(request: TraceRequest) -> str:
         "interpreter": str(request.interpreter),
         "packages": packages(request.interpreter),
         "with_path": request.with_path,
+        "whole": request.whole,
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -117,10 +119,8 @@ def content_hash(root: Path) -> str:
         digest.update(relative.encode() + b"\0")
         digest.update(hashlib.sha256((root / relative).read_bytes()).digest())
     content = digest.hexdigest()
-    try:
+    with contextlib.suppress(OSError):
         write(remembered, json.dumps({"manifest": manifest, "content": content}))
-    except OSError:
-        pass
     return content
 
 

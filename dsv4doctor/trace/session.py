@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -62,6 +63,8 @@ class TraceRequest:
     """The machine's variables under the launch's own; None: this process's."""
     gpu: Gpu | None = None
     gpu_count: int | None = None
+    whole: bool = False
+    """Import what SGLang imports, all of it: slow, to check that the lean trace says the same."""
 
     def variables(self) -> dict[str, str]:
         """The variables that SGLang will see, the launch's own last."""
@@ -127,7 +130,14 @@ def trace_launches(
 
 def _group(request: TraceRequest) -> tuple[Any, ...]:
     variables = tuple(sorted(request.variables().items()))
-    return (request.tree.root, str(request.interpreter), request.arch, request.gpu, variables)
+    return (
+        request.tree.root,
+        str(request.interpreter),
+        request.arch,
+        request.gpu,
+        request.whole,
+        variables,
+    )
 
 
 def _run_group(
@@ -196,7 +206,7 @@ class _Worker:
     def __init__(self, request: TraceRequest, scratch: str, jobs: list[dict[str, Any]]) -> None:
         read, write = os.pipe()
         self.pipe = os.fdopen(read, "rb", buffering=0)
-        self.errors: IO[bytes] = tempfile.TemporaryFile()
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         try:
             self.process = subprocess.Popen(
                 [str(request.interpreter), str(WORKER)],
@@ -226,6 +236,7 @@ class _Worker:
     def events(self, deadline: float) -> Iterator[dict[str, Any]]:
         """Events until the worker closes its pipe; UndeterminedError past `deadline`."""
         buffered = b""
+        failed = False
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:
@@ -239,9 +250,11 @@ class _Worker:
                     break
                 *lines, buffered = (buffered + chunk).split(b"\n")
                 for line in lines:
-                    yield json.loads(line)
+                    event = json.loads(line)
+                    failed = failed or event["event"] == "failure"
+                    yield event
         status = self.process.wait()
-        if status != 0 and status != 1:
+        if status != 0 and not failed:
             raise UndeterminedError(f"the trace worker {_ended(status)}", self._last_words())
 
     def _last_words(self) -> str | None:
@@ -251,10 +264,8 @@ class _Worker:
 
     def close(self) -> None:
         """End the worker and everything it forked."""
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         self.process.wait()
         self.pipe.close()
         self.errors.close()
@@ -309,5 +320,6 @@ def _message(
         "bytecode": str(bytecode),
         "memory_bytes": MEMORY_LIMIT_BYTES,
         "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
+        "whole": request.whole,
         "jobs": jobs,
     }

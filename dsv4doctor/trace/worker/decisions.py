@@ -198,7 +198,7 @@ class ArgumentWatch:
             if name in watch.fields and name in record.__dict__:
                 before = record.__dict__[name]
                 if before != value:
-                    watch._note(name, before, value, location(_outside(sys._getframe(1))))
+                    watch._note(name, before, value, watch._origin(name, value, sys._getframe(1)))
             original(record, name, value)
 
         ServerArgs.__setattr__ = noted
@@ -212,6 +212,13 @@ class ArgumentWatch:
             del self.cls.__setattr__
         else:
             self.cls.__setattr__ = self.own
+
+    def _origin(self, name, value, frame):
+        """The line that set the field; for one set by generic code, the line that declared it."""
+        frame = _outside(frame)
+        if frame is None or name in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            return location(frame)
+        return self.returned.get((name, repr(value))) or location(frame)
 
     def _note(self, name, before, after, where):
         self.changes.append(

@@ -1,10 +1,12 @@
 """From a layer's quant method on to the first MoE kernel: weights, then one forward, on meta."""
 
+import linecache
 import re
 
 import torch
 
 from .recorder import RECORDER, location
+from .stand_ins import StandInType
 from .tensors import Redirect
 
 TOKENS = 8  # a decode batch; the choices that hang on the token count are made for this one
@@ -93,7 +95,9 @@ def _is_wrapper(symbol):
 def sglang_location(error):
     """Where SGLang's code was when `error` was raised; and whether SGLang itself raised it.
 
-    Returns (location, raised_by_sglang, innermost_file).
+    Returns (location, raised_by_sglang, innermost_file).  Only a raise or an assert of SGLang's, or
+    a missing attribute of one of its own objects, counts as raised by SGLang: anything else that
+    breaks in its frames may have broken on a stand-in.
     """
     innermost, inside = None, None
     trace = error.__traceback__
@@ -107,4 +111,22 @@ def sglang_location(error):
         return None, False, filename
     where = location(inside.tb_frame)
     where["line"] = inside.tb_lineno
-    return where, inside is innermost, innermost.tb_frame.f_code.co_filename
+    filename = innermost.tb_frame.f_code.co_filename
+    statement = linecache.getline(filename, innermost.tb_lineno).strip()
+    own = inside is innermost and (
+        statement.startswith("raise")
+        or isinstance(error, AssertionError)  # an assert fails in its own frame
+        or _lacks_attribute(error)
+    )
+    return where, own, filename
+
+
+def _lacks_attribute(error):
+    """True for a missing attribute of an SGLang object without a stand-in among its classes."""
+    owner = getattr(error, "obj", None)
+    if not isinstance(error, AttributeError) or owner is None:
+        return False
+    classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    return classes[0].__module__.startswith("sglang.") and not any(
+        isinstance(cls, StandInType) for cls in classes
+    )

@@ -37,6 +37,7 @@ def _quiet_dummies(import_utils):
 
 def _no_remote_code():
     """A checkpoint's own Python is never run, also under --trust-remote-code."""
+
     def refuse(*args, **kwargs):
         raise RuntimeError("the checkpoint asks for its own Python code, which a trace never runs")
 
@@ -44,6 +45,6 @@ def _no_remote_code():
 
     dynamic.get_class_from_dynamic_module = refuse
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("transformers."):
-            if "get_class_from_dynamic_module" in module.__dict__:
-                module.get_class_from_dynamic_module = refuse
+        of_transformers = getattr(module, "__name__", "").startswith("transformers.")
+        if of_transformers and "get_class_from_dynamic_module" in module.__dict__:
+            module.get_class_from_dynamic_module = refuse

@@ -63,7 +63,9 @@ class _Launch:
             self._timed("draft", lambda: self._model("draft"))
 
     def _timed(self, phase, function):
-        self.progress({"arguments": "resolving arguments"}.get(phase, f"building the {phase} model"))
+        self.progress(
+            {"arguments": "resolving arguments"}.get(phase, f"building the {phase} model")
+        )
         if self.path is not None:
             self.path.phase = phase
         started = time.perf_counter()
@@ -98,7 +100,9 @@ class _Launch:
         draft = role == "draft"
         contexts = []
         if draft:
-            contexts = serving.draft_contexts(serving.draft_worker_file(self.server_args, self.view))
+            contexts = serving.draft_contexts(
+                serving.draft_worker_file(self.server_args, self.view)
+            )
         with serving.draft_scope(contexts):
             self._build(role, "speculative_moe_backend_context" in contexts)
 
@@ -149,7 +153,9 @@ class LayerReader:
             "decided_at": seen["decided_at"],
             "flags_consulted": flags,
         }
-        key = repr([read["quant_method"], read["runner_backend"], read["decided_at"]]) + _shape(layer)
+        key = repr([read["quant_method"], read["runner_backend"], read["decided_at"]]) + _shape(
+            layer
+        )
         if key not in self.outcomes:
             outcome = forward.run_layer(layer)
             error = outcome.pop("error")

@@ -2,40 +2,50 @@
 
 A left-out module is a stand-in: it imports, and nothing of it runs.  Only what decides neither
 arguments nor quant methods nor the MoE forward is listed.  A module that a flag of the launch
-needs is never left out (see `inert_for`).
+names is never left out (see `inert_for`).
 """
 
 import os
 import re
 
-# Prefixes of module names, each with what it does in a server.
-_LEFT_OUT = (
-    "sglang.lang",  # the frontend language
-    "sglang.srt.entrypoints",  # HTTP and gRPC servers
-    "sglang.srt.multimodal",  # image and audio processors
-    "sglang.srt.managers",  # scheduler, tokenizer and detokenizer processes
-    "sglang.srt.disaggregation",  # transfer of KV between servers
-    "sglang.srt.grpc",
-    "sglang.srt.tracing",
-    "sglang.srt.observability",
-    "sglang.srt.metrics",
-    "sglang.srt.lora",
-    "sglang.srt.eplb",
-    "sglang.srt.weight_sync",
-    "sglang.srt.debug_utils",
-    "sglang.srt.session",
-    "sglang.srt.ray",
-    "sglang.srt.checkpoint_engine",
-    "sglang.srt.elastic_ep",
-    "sglang.srt.multiplex",
-    "sglang.srt.rust_server",
-    "sglang.srt.beam_search",
+# Module prefix -> flags (their beginnings) that make it part of a launch's resolution.
+_SGLANG = {
+    "sglang.lang": (),  # the frontend language
+    "sglang.srt.entrypoints": (),  # HTTP and gRPC servers
+    "sglang.srt.multimodal": (),  # image and audio processors
+    "sglang.srt.managers": (),  # scheduler, tokenizer and detokenizer processes
+    "sglang.srt.disaggregation": ("--disaggregation",),
+    "sglang.srt.grpc": ("--grpc",),
+    "sglang.srt.tracing": (),
+    "sglang.srt.observability": (),
+    "sglang.srt.metrics": (),
+    "sglang.srt.lora": ("--lora", "--enable-lora", "--max-lora"),
+    "sglang.srt.eplb": ("--enable-eplb", "--eplb", "--init-expert-location"),
+    "sglang.srt.weight_sync": (),
+    "sglang.srt.debug_utils": (),
+    "sglang.srt.session": (),
+    "sglang.srt.ray": ("--ray", "--use-ray"),
+    "sglang.srt.checkpoint_engine": (),
+    "sglang.srt.elastic_ep": ("--elastic-ep",),
+    "sglang.srt.multiplex": ("--enable-pdmux", "--pdmux"),
+    "sglang.srt.rust_server": (),
+    "sglang.srt.beam_search": ("--beam", "--enable-beam"),
+    # Parsers that argparse takes its choices from.
+    "sglang.srt.parser": ("--reasoning-parser",),
+    "sglang.srt.function_call": ("--tool-call-parser",),
+    "sglang.srt.constrained": ("--grammar-backend",),
+}
+_TORCH = (
     "torch._dynamo",  # the compiler stack: torch.compile is a pass-through in a trace
     "torch._inductor",
     "torch.export",
     "torch.distributions",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "sympy",  # symbolic sizes; see concrete_shapes
+    "mpmath",
+)
+_HUGGING_FACE = (
     "transformers.loss.loss_utils",
     "transformers.masking_utils",
     "transformers.image_processing_utils",
@@ -43,35 +53,33 @@ _LEFT_OUT = (
     "transformers.modeling_gguf_pytorch_utils",
     "transformers.processing_utils",
     "transformers.quantizers.quantizer_torchao",
-    "sympy",  # symbolic sizes; see concrete_shapes
-    "mpmath",
     "httpx",  # nothing is fetched in a trace
 )
 
-# Kept although a prefix above would leave them out.
-_KEPT = ()
 
-# Parsers that argparse takes its choices from: only needed when a flag names one.
-_PARSERS = {
-    "sglang.srt.parser": ("--reasoning-parser",),
-    "sglang.srt.function_call": ("--tool-call-parser",),
-    "sglang.srt.constrained": ("--grammar-backend",),
-}
+def inert_for(tree, arguments, whole=False):
+    """A predicate on module names for launches with these arguments on the tree at `tree`.
 
-
-def inert_for(tree, arguments):
-    """A predicate on module names for launches with these arguments on the tree at `tree`."""
-    given = {argument.split("=", 1)[0] for argument in arguments}
-    prefixes = list(_LEFT_OUT)
-    prefixes += [prefix for prefix, flags in _PARSERS.items() if not given & set(flags)]
+    whole: leave out no part of SGLang's runtime or torch's compiler; slow, to check that leaving
+    them out changes nothing.
+    """
+    prefixes = list(_HUGGING_FACE)
+    if not whole:
+        prefixes += _TORCH
+        prefixes += [
+            prefix
+            for prefix, flags in _SGLANG.items()
+            if not any(argument.startswith(flags) for argument in arguments if flags)
+        ]
     dotted = tuple(prefix + "." for prefix in prefixes)
-
     configs = _other_models_configs(os.path.join(tree, "sglang", "srt", "configs"))
 
     def inert(name):
-        if name in configs or _MODEL_CODE.match(name):
-            return True
-        return (name + ".").startswith(dotted) and name not in _KEPT
+        return (
+            name in configs
+            or (name + ".").startswith(dotted)
+            or _MODEL_CODE.match(name) is not None
+        )
 
     return inert
 

@@ -89,7 +89,7 @@ class Worker:
         metadata = request["metadata"]
         declared = stand_ins.declared_packages(metadata)
         arguments = [argument for job in request["jobs"] for argument in job["arguments"]]
-        inert = lean.inert_for(request["tree"], arguments)
+        inert = lean.inert_for(request["tree"], arguments, request.get("whole", False))
         self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"))
         sys.path.insert(0, request["tree"])
         sys.meta_path.insert(0, self.stand_ins)
@@ -101,7 +101,8 @@ class Worker:
         from . import gpu, tensors
 
         torch.set_num_threads(1)
-        lean.without_compiler()
+        if not self.request.get("whole"):
+            lean.without_compiler()
         capability = tuple(self.request["capability"])
         known = self.request.get("gpu") or {}
         board = gpu.Board(capability, known.get("name"), known.get("memory_bytes"))
@@ -188,4 +189,3 @@ def _death(status):
         number = os.WTERMSIG(status)
         return f"the trace was killed by {signal.Signals(number).name}"
     return f"the trace ended early (exit {os.WEXITSTATUS(status)})"
-

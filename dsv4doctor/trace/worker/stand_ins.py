@@ -104,6 +104,12 @@ class StandInType(type):
         result = called(cls.symbol, args, kwargs)
         return type.__call__(cls) if result is None else result
 
+    def __new__(metaclass, name, bases, namespace, **kwargs):
+        return super().__new__(metaclass, name, bases, namespace)
+
+    def __init__(cls, name, bases, namespace, **kwargs):
+        super().__init__(name, bases, namespace)
+
     def __repr__(cls):
         return f"<StandIn {cls.symbol}>"
 
@@ -148,6 +154,9 @@ class StandInType(type):
 
 class _Instance:
     """What a call on a stand-in gives outside a recorded forward."""
+
+    def __init_subclass__(cls, **kwargs):
+        """Whatever a real base class would take (TypedDict's total, pydantic's config)."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -272,7 +281,7 @@ def _read_unpacked(frame):
 class StandInModule(types.ModuleType):
     """A package whose every attribute is a stand-in."""
 
-    __path__ = []
+    __path__ = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
