@@ -11,6 +11,7 @@ import __future__
 import ast
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -43,6 +44,14 @@ def use_tree(root: Path) -> str:
     spec.submodule_search_locations = [str(package)]
     sys.modules["sglang"] = importlib.util.module_from_spec(spec)
     return _version(package)
+
+
+def installed_version() -> str | None:
+    """The version of the SGLang that is installed; None: there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _version(package: Path) -> str:
