@@ -93,7 +93,8 @@ def compile_all(
     """First the number of configurations, then each one as it gets done, in no fixed order.
 
     `sources` as for `load`.  A file that cannot be loaded, or whose `compile_cases` raises, gives
-    one "failed" entry with an empty case name.
+    one "failed" entry with an empty case name; one that is not offered on an arch, one
+    "withheld" entry.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
@@ -103,18 +104,18 @@ def compile_all(
             for arch in archs
         }
         jobs: list[tuple[str, str, int]] = []
-        failures: list[Compiled] = []
+        settled: list[Compiled] = []
         for future in listed:
             source, arch = listed[future]
             count = future.result()
             if isinstance(count, Compiled):
-                failures.append(count)
+                settled.append(count)
             else:
                 jobs.extend((source, arch, index) for index in range(count))
-        yield len(jobs) + len(failures)
-        yield from failures
-        for future in as_completed([pool.submit(_compile_one, *job) for job in jobs]):
-            yield future.result()
+        yield len(jobs) + len(settled)
+        yield from settled
+        for done in as_completed([pool.submit(_compile_one, *job) for job in jobs]):
+            yield done.result()
 
 
 def _start_worker() -> None:
@@ -123,9 +124,13 @@ def _start_worker() -> None:
 
 
 def _list_cases(source: str, arch: str) -> int | Compiled:
-    """How many configurations `source` has for `arch`."""
+    """How many configurations `source` has for `arch`; a result instead when it has none."""
     try:
-        return len(load(source).compile_cases(arch))
+        module = load(source)
+        if arch not in module.META.archs:
+            why = f"the kernel is not offered on {arch}"
+            return Compiled(_operation(source), "(all)", arch, "withheld", why)
+        return len(module.compile_cases(arch))
     except Exception as error:
         return Compiled(_operation(source), "", arch, "failed", _one_line(error))
 

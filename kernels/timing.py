@@ -52,7 +52,7 @@ def event_median_us(fn: Call | Sequence[Call], repeats: int = 30) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000.0)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def _warm_up(calls: Sequence[Call]) -> None:
