@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.kernels import catalog
 
 STATE_VARIABLE = "DSV4DOCTOR_STATE"
@@ -46,7 +46,10 @@ def state_folder() -> Path:
 
 
 def current_platform(device: str = "cuda") -> Platform:
-    """This process's GPU and software.  Raises UndeterminedError without a usable GPU."""
+    """This process's GPU and software.
+
+    Raises UndeterminedError without a usable GPU, UsageError for a device that is not there.
+    """
     try:
         import torch
         import triton
@@ -60,6 +63,9 @@ def current_platform(device: str = "cuda") -> Platform:
             "no NVIDIA GPU that torch can use: the kernels cannot be run here",
             "run this on the serving machine; `dsv4doctor kernels compile` needs no GPU",
         )
+    index = torch.device(device).index
+    if index is not None and index >= torch.cuda.device_count():
+        raise UsageError(f"--device {device}: torch sees {torch.cuda.device_count()} GPU(s)")
     major, minor = torch.cuda.get_device_capability(device)
     return Platform(
         gpu=torch.cuda.get_device_name(device),
