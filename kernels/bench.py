@@ -188,26 +188,26 @@ def plot(results: Sequence[Timed], platform: stamps.Platform, path: Path) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    series = _series(results)
-    labels = [f"{row.kernel}\n{row.case}" for row in results]
-    height = 0.8 / max(1, len(series))
+    names = list(dict.fromkeys(name for row in results for name in _bars(row)))
+    height = 0.8 / max((len(_bars(row)) for row in results), default=1)
     figure, axes = pyplot.subplots(
-        figsize=(10, 1.5 + 0.3 * len(results) * max(2, len(series))), layout="constrained"
+        figsize=(10, 1.5 + 0.25 * sum(len(_bars(row)) + 1 for row in results)),
+        layout="constrained",
     )
-    for number, (name, values) in enumerate(series.items()):
-        rows = [row for row, value in enumerate(values) if value]
-        axes.barh(
-            [row + (number - (len(series) - 1) / 2) * height for row in rows],
-            [values[row] or 0.0 for row in rows],
-            height,
-            label=name,
-        )
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    for number, name in enumerate(names):
+        places, values = [], []
+        for at, row in enumerate(results):
+            bars = _bars(row)
+            if name in bars:
+                places.append(at + (list(bars).index(name) - (len(bars) - 1) / 2) * height)
+                values.append(bars[name])
+        axes.barh(places, values, height, label=name, color=f"C{number}")
+    axes.set_yticks(range(len(results)), [f"{row.kernel}\n{row.case}" for row in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
     axes.set_xscale("log")
     axes.set_xlabel("microseconds a call, median of CUDA graph replays (less is better)")
     axes.set_title(f"{platform.gpu}, torch {platform.torch}, triton {platform.triton}")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=4)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -216,11 +216,7 @@ def plot(results: Sequence[Timed], platform: stamps.Platform, path: Path) -> Non
         pyplot.close(figure)
 
 
-def _series(results: Sequence[Timed]) -> dict[str, list[float | None]]:
-    """Label -> one value a row."""
-    peers = dict.fromkeys(name for row in results for name in row.peers_us)
-    return {
-        "floor": [row.floor_us for row in results],
-        "dsv4doctor": [row.ours_us for row in results],
-        **{name: [row.peers_us.get(name) for row in results] for name in peers},
-    }
+def _bars(row: Timed) -> dict[str, float]:
+    """Label -> microseconds, for what has a time."""
+    ours = {"dsv4doctor": row.ours_us} if row.ours_us is not None else {}
+    return {"floor": row.floor_us, **ours, **row.peers_us}
