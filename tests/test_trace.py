@@ -8,6 +8,7 @@ import pytest
 from tracing import BOTH_TRITON, EAGLE, SM_120, request, traced
 
 from dsv4doctor.models import ARCHS, Arch, Layer, Role, SglangTree, StoredFormat, Trace
+from dsv4doctor.trace import cache
 from dsv4doctor.trace.session import trace_launch, trace_launches
 
 pytestmark = pytest.mark.wheels
@@ -316,3 +317,27 @@ def test_one_import_serves_several_launches(sglang_tree: Tree, checkpoint: Check
     imports = {traced(outcome).timings["imports"] for outcome in outcomes}
     assert len(imports) == 1
     assert [len(traced(outcome).of(Role.DRAFT)) for outcome in outcomes] == [1, 0, 1]
+
+
+def test_a_config_file_counts_as_flags(
+    sglang_tree: Tree, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """SGLang merges --config into its flags, and the trace key follows the file's content."""
+    config = tmp_path / "serve.yaml"
+    config.write_text("moe-runner-backend: flashinfer_cutlass\n")
+    asked = request(sglang_tree("0.5.23"), checkpoint(HYBRID), ("--config", str(config)))
+    trace = trace_launch(asked, use_cache=False)
+    assert {layer.runner_backend for layer in trace.layers} == {"flashinfer_cutlass"}
+    before = cache.key(asked)
+    config.write_text("moe-runner-backend: triton\n")
+    assert cache.key(asked) != before
+
+
+def test_what_a_trace_does_not_set_up_is_unknown(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
+    """0.5.14 reads data-parallel buffers that only a running server has: no failure of SGLang's."""
+    flags = ("--tp", "8", "--dp", "8", "--enable-dp-attention")
+    trace = trace_launch(request(sglang_tree("0.5.14"), checkpoint(HYBRID), flags), use_cache=False)
+    for layer in trace.layers:
+        assert layer.error is None
+        assert layer.kernel is None
+        assert "_DpGatheredBufferWrapper" in layer.reason

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ def key(request: TraceRequest) -> str:
         "checkpoint": request.checkpoint.content_key,
         "model_path": str(request.model_path),
         "flags": list(request.launch.flags),
+        "named_files": named_files(request.launch.flags),
         "source": request.launch.source,
         "environment": request.variables(),
         "arch": request.arch.name,
@@ -136,6 +137,35 @@ def _states(root: str, prefix: str = "") -> Iterator[tuple[str, int, int, int, i
         elif entry.is_file() and not entry.name.endswith(".pyc"):
             state = entry.stat()
             yield relative, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+
+
+def named_files(flags: Sequence[str]) -> dict[str, str]:
+    """Content of what flags point at: --config files, chat templates, a draft's own folder."""
+    contents = {}
+    for flag in flags:
+        path = Path(flag.partition("=")[2] if flag.startswith("--") else flag)
+        try:
+            if path.is_file():
+                contents[flag] = hashlib.sha256(path.read_bytes()).hexdigest()
+            elif (path / "config.json").is_file():
+                contents[flag] = _model_hash(path)
+        except (OSError, ValueError):
+            continue
+    return contents
+
+
+def _model_hash(folder: Path) -> str:
+    """sha256 over a model folder's JSON files and shard headers."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".json":
+            digest.update(path.name.encode() + path.read_bytes())
+        elif path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                start = file.read(8)
+                digest.update(path.name.encode() + start)
+                digest.update(file.read(min(int.from_bytes(start, "little"), 100 << 20)))
+    return digest.hexdigest()
 
 
 def packages(interpreter: Path) -> list[str]:

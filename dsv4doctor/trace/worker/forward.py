@@ -6,7 +6,6 @@ import re
 import torch
 
 from .recorder import RECORDER, location
-from .stand_ins import StandInType
 from .tensors import Redirect
 
 TOKENS = 8  # a decode batch; the choices that hang on the token count are made for this one
@@ -121,12 +120,15 @@ def sglang_location(error):
     return where, own, filename
 
 
+_OF_A_LAYER = {"FusedMoE", "QuantizeMethodBase", "QuantizationConfig"}
+
+
 def _lacks_attribute(error):
-    """True for a missing attribute of an SGLang object without a stand-in among its classes."""
-    owner = getattr(error, "obj", None)
-    if not isinstance(error, AttributeError) or owner is None:
+    """True when a layer, its quant method or its config lacks an attribute.
+
+    Those are built as in a server.  Other objects may only be missing what a trace does not set
+    up, such as the buffers of data-parallel attention.
+    """
+    if not isinstance(error, AttributeError) or isinstance(error.obj, type):
         return False
-    classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    return classes[0].__module__.startswith("sglang.") and not any(
-        isinstance(cls, StandInType) for cls in classes
-    )
+    return any(cls.__name__ in _OF_A_LAYER for cls in type(error.obj).__mro__)

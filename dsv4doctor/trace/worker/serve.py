@@ -78,7 +78,6 @@ class Worker:
         confinement.confine(request["scratch"], caches)
         if request.get("memory_bytes"):
             confinement.limit_memory(request["memory_bytes"])
-        os.chdir(request["scratch"])
         if not self.request.get("verbose"):
             import logging
 

@@ -61,13 +61,9 @@ def optional(module, attribute=None):
 
 def parse_arguments(arguments):
     """SGLang's ServerArgs for a command line, resolved, and the view to read results from."""
-    import argparse
+    from sglang.srt.server_args import prepare_server_args
 
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(prog="sglang.launch_server", allow_abbrev=True)
-    ServerArgs.add_cli_args(parser)
-    server_args = ServerArgs.from_cli_args(parser.parse_args(arguments))
+    server_args = prepare_server_args(arguments)
     if hasattr(server_args, "resolve_once"):
         server_args.resolve_once()
     return server_args, resolved(server_args)
