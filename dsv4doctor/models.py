@@ -432,6 +432,8 @@ class Facts:
     """"file:line" of a kernel's call site -> the source of that call."""
     alternatives: tuple[Alternative, ...] = ()
     """Tried when the launch does not run; empty otherwise."""
+    notes: tuple[str, ...] = ()
+    """What was decided for the user, and what of the launch could not be followed."""
 
 
 @dataclass(frozen=True)
