@@ -1,0 +1,91 @@
+"""Other flags for a launch that does not run, traced like the launch itself.
+
+A remedy is only worth printing when this SGLang really resolves it to something that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.callsite import text_at
+from dsv4doctor.facts.snapshot import redacted_flags
+from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
+from dsv4doctor.models import Alternative, Layer, Role, Trace, Verdict
+from dsv4doctor.verdicts import drops_clamp
+
+BACKENDS = ("marlin", "flashinfer_cutlass", "flashinfer_mxfp4", "triton")
+"""What is tried, in this order: the backends that some release runs V4's experts with on sm_12x."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    change: str
+    flags: tuple[str, ...]
+
+
+def candidates(trace: Trace, flags: Sequence[str], *, clamp_lost: bool) -> tuple[Candidate, ...]:
+    """What is worth trying in place of `flags`, which resolved to `trace`.
+
+    `clamp_lost`: the main experts run, without the model's SwiGLU clamp.
+    """
+    found: dict[tuple[str, ...], Candidate] = {tuple(sorted(flags)): Candidate("", ())}
+    for candidate in _candidates(trace, tuple(flags), clamp_lost):
+        found.setdefault(tuple(sorted(candidate.flags)), candidate)
+    return tuple(found.values())[1:]
+
+
+def _candidates(trace: Trace, flags: tuple[str, ...], clamp_lost: bool) -> Iterator[Candidate]:
+    main, draft = trace.of(Role.MAIN), trace.of(Role.DRAFT)
+    draft_fails = any(layer.verdict is Verdict.FAILS for layer in draft)
+    main_fails = not main or any(layer.verdict is Verdict.FAILS for layer in main)
+    speculates = any(flag.startswith("--speculative-") for flag in flags)
+    # A draft decided without any argument: no flag can change it, so speculation has to go.
+    fixed_draft = draft_fails and not any(layer.flags_consulted for layer in draft)
+    plain = without_speculation(flags)
+    base, suffix = (plain, ", without speculative decoding") if fixed_draft else (flags, "")
+    if fixed_draft:
+        yield Candidate("the same flags without speculative decoding", plain)
+    if main_fails or clamp_lost or (draft_fails and not fixed_draft):
+        for backend in BACKENDS:
+            changed = (*without(base, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
+            yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", changed)
+    elif speculates and not fixed_draft:
+        yield Candidate("the same flags without speculative decoding", plain)
+
+
+def outcome(
+    candidate: Candidate, result: Trace | DoctorError, texts: Mapping[str, str], has_clamp: bool
+) -> Alternative:
+    """The candidate with what stands against it; `result` is its trace, judged.
+
+    Its flags are for printing: secrets are redacted.
+    """
+    flags = redacted_flags(candidate.flags)
+    if isinstance(result, DoctorError):
+        return Alternative(candidate.change, flags, "the trace failed")
+    problem = _problem(result, texts, has_clamp)
+    return Alternative(candidate.change, flags, problem, result.layers)
+
+
+def _problem(trace: Trace, texts: Mapping[str, str], has_clamp: bool) -> str | None:
+    if trace.errors:
+        return f"SGLang raises {trace.errors[0].type}"
+    if trace.unresolved or not trace.layers:
+        return "the trace stopped short"
+    for layer in trace.layers:
+        if layer.verdict not in (Verdict.RUNS, Verdict.FALLBACK):
+            return _trouble(layer)
+        if has_clamp and drops_clamp(layer, text_at(texts, layer)):
+            return "drops swiglu_limit"
+    return None
+
+
+def _trouble(layer: Layer) -> str:
+    if layer.error is not None:
+        return f"SGLang raises {layer.error.type}"
+    if layer.verdict is Verdict.UNKNOWN:
+        return f"unknown: {layer.reason}"
+    kernel = layer.kernel.symbol.rpartition(".")[2] if layer.kernel else "its kernel"
+    return f"{layer.role.value} experts still reach {kernel}"

@@ -1,0 +1,214 @@
+"""Facts and trace -> rules -> findings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsv4doctor import __version__
+from dsv4doctor.alternatives import Candidate, candidates, outcome
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.callsite import call_texts, text_at
+from dsv4doctor.models import (
+    Alternative,
+    Facts,
+    Layer,
+    Outcome,
+    Report,
+    Role,
+    RuleResult,
+    Severity,
+    Trace,
+    Verdict,
+)
+from dsv4doctor.rules import RULES
+from dsv4doctor.rules.rule import FACTS, Rule
+from dsv4doctor.target import Target
+from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
+from dsv4doctor.verdicts import drops_clamp, judge
+
+Progress = Callable[[str], None]
+_SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.ERROR)
+
+
+@dataclass(frozen=True)
+class Settings:
+    roles: tuple[Role, ...] = (Role.MAIN, Role.DRAFT)
+    with_path: bool = False
+    """Record the decision path."""
+    use_cache: bool = True
+    timeout: float = 300.0
+    """Seconds for each trace."""
+    alternatives: bool = True
+    """Try other flags when the launch does not run."""
+
+
+def audit(target: Target, settings: Settings, progress: Progress | None = None) -> Report:
+    """Trace the launch and run every rule.
+
+    Raises UsageError when SGLang rejects a flag, UndeterminedError when the trace cannot finish.
+    """
+    started = time.monotonic()
+    request = TraceRequest(
+        tree=target.tree,
+        interpreter=target.interpreter,
+        arch=target.arch,
+        checkpoint=target.checkpoint,
+        model_path=target.model_path,
+        launch=target.launch,
+        with_path=settings.with_path,
+        environment=target.environment,
+        gpu=target.gpu,
+        gpu_count=target.gpu_count,
+    )
+    trace = trace_launch(
+        request, use_cache=settings.use_cache, timeout=settings.timeout, progress=progress
+    )
+    traced = time.monotonic()
+    trace = _of_roles(trace, settings.roles)
+    texts = call_texts(Path(target.tree.root), trace.layers)
+    trace = judged(trace, texts)
+    tried: tuple[Alternative, ...] = ()
+    if settings.alternatives and _needs_another(trace):
+        tried = _alternatives(request, trace, texts, settings, progress)
+    facts = Facts(
+        snapshot=target.snapshot,
+        arch=target.arch,
+        arch_source=target.arch_source,
+        trace=trace,
+        call_texts=texts,
+        alternatives=tried,
+        notes=target.notes,
+    )
+    results = run_rules(RULES, facts)
+    ended = time.monotonic()
+    timings = {
+        "facts": target.seconds,
+        **trace.timings,
+        "trace": traced - started,
+        "rules": ended - traced,
+        "total": target.seconds + ended - started,
+    }
+    rounded = {name: round(seconds, 3) for name, seconds in timings.items()}
+    return Report(__version__, facts, results, rounded)
+
+
+def judged(trace: Trace, texts: Mapping[str, str]) -> Trace:
+    """`trace` with every layer's verdict; `texts` as from `call_texts`."""
+    layers = tuple(judge(layer, trace.arch, text_at(texts, layer)) for layer in trace.layers)
+    return replace(trace, layers=layers)
+
+
+def _of_roles(trace: Trace, roles: Sequence[Role]) -> Trace:
+    """`trace` without the layers, errors and steps of models that were not asked for."""
+    left_out = tuple(role.value for role in Role if role not in roles)
+    if not left_out:
+        return trace
+    return replace(
+        trace,
+        layers=tuple(layer for layer in trace.layers if layer.role in roles),
+        errors=tuple(error for error in trace.errors if not error.phase.startswith(left_out)),
+        unresolved=tuple(text for text in trace.unresolved if not text.startswith(left_out)),
+        steps=tuple(step for step in trace.steps if not step.phase.startswith(left_out)),
+    )
+
+
+# ------------------------------------------------------------------------------ alternatives
+
+
+def _needs_another(trace: Trace) -> bool:
+    return bool(trace.errors) or any(layer.verdict is Verdict.FAILS for layer in trace.layers)
+
+
+def _alternatives(
+    request: TraceRequest,
+    trace: Trace,
+    texts: Mapping[str, str],
+    settings: Settings,
+    progress: Progress | None,
+) -> tuple[Alternative, ...]:
+    has_clamp = bool(request.checkpoint.text_config.get("swiglu_limit"))
+    lost = has_clamp and any(
+        drops_clamp(layer, text_at(texts, layer)) for layer in trace.of(Role.MAIN)
+    )
+    options = candidates(trace, request.launch.flags, clamp_lost=lost)
+    if not options:
+        return ()
+    if progress is not None:
+        progress("tracing what else could run")
+    requests = [
+        replace(request, launch=replace(request.launch, flags=option.flags), with_path=False)
+        for option in options
+    ]
+    results = trace_launches(requests, use_cache=settings.use_cache, timeout=settings.timeout)
+    return tuple(
+        _alternative(option, result, Path(request.tree.root), has_clamp)
+        for option, result in zip(options, results, strict=True)
+    )
+
+
+def _alternative(
+    option: Candidate, result: Trace | DoctorError, root: Path, has_clamp: bool
+) -> Alternative:
+    if isinstance(result, DoctorError):
+        return outcome(option, result, {}, has_clamp)
+    texts = call_texts(root, result.layers)
+    return outcome(option, judged(result, texts), texts, has_clamp)
+
+
+# ------------------------------------------------------------------------------ rules
+
+
+def run_rules(rules: Iterable[Rule], facts: Facts) -> tuple[RuleResult, ...]:
+    """One result a rule: a missing fact skips it, its own failure leaves the others alone."""
+    return tuple(_run(rule, facts) for rule in rules)
+
+
+def _run(rule: Rule, facts: Facts) -> RuleResult:
+    for name in rule.reads:
+        missing = FACTS[name](facts)
+        if missing is not None:
+            return RuleResult(rule.id, rule.title, Outcome.SKIP, reason=missing)
+    try:
+        findings = tuple(rule.check(facts))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return RuleResult(rule.id, rule.title, Outcome.CRASH, reason=reason)
+    outcome = Outcome.FINDING if findings else Outcome.PASS
+    return RuleResult(rule.id, rule.title, outcome, findings)
+
+
+def undetermined(report: Report, strict: bool) -> str | None:
+    """Why the answer is not complete, or None.
+
+    With `strict` a rule that was skipped and a layer whose kernel is not known count too.
+    """
+    trace = report.facts.trace
+    for result in report.results:
+        if result.outcome is Outcome.CRASH:
+            return f"rule {result.rule} crashed ({result.reason})"
+        if strict and result.outcome is Outcome.SKIP:
+            return f"rule {result.rule} was skipped ({result.reason})"
+    if trace is None:
+        return report.facts.trace_failure or "there is no trace"
+    if trace.unresolved:
+        return f"the trace stopped short ({trace.unresolved[0]})"
+    return next((text for layer in trace.layers if (text := _unknown(layer, strict))), None)
+
+
+def _unknown(layer: Layer, strict: bool) -> str | None:
+    if layer.verdict is not Verdict.UNKNOWN or (layer.kernel is not None and not strict):
+        return None
+    return f"{layer.name}: {layer.reason}"
+
+
+def exit_code(report: Report, fail_on: Severity | None, strict: bool) -> int:
+    """0, 1 (findings at or above `fail_on`) or 3 (not determined); the same for every format."""
+    if undetermined(report, strict) is not None:
+        return 3
+    if fail_on is None:
+        return 0
+    bar = _SEVERITIES.index(fail_on)
+    return int(any(_SEVERITIES.index(found.severity) >= bar for found in report.findings))

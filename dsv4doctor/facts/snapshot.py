@@ -1,0 +1,141 @@
+"""All facts of a machine in one file, without its secrets.
+
+`dsv4doctor snapshot` writes it on the serving machine, `--snapshot` reads it anywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsv4doctor import __version__, jsonio
+from dsv4doctor.errors import UsageError
+from dsv4doctor.models import Checkpoint, GpuFacts, Launch, SglangTree, Snapshot, Stack
+
+REDACTED = "[redacted]"
+SCHEMA = "dsv4doctor-snapshot/1"
+_MAX_BYTES = 256 << 20
+
+_RELEVANT = re.compile(
+    r"(SGLANG|SGL|FLASHINFER|NCCL|CUDA|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|TVM|DG|DEEP_GEMM|DEEPEP"
+    r"|NVSHMEM|NVIDIA|HF|HUGGINGFACE|TRANSFORMERS|OMP|UCX|MOONCAKE|NIXL|MC|GLOO)_.*"
+    r"|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|XDG_CACHE_HOME"
+)
+_SECRET_WORD = re.compile(
+    r".*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|CREDENTIALS|AUTH|COOKIE)"
+)
+_SECRET_IN_JSON = re.compile(
+    r'("[^"]*(?:key|token|secret|password|credential)"\s*:\s*)"[^"]*"', re.IGNORECASE
+)
+_URL_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s]+@", re.IGNORECASE)
+_SECRET_FLAGS = ("--api-key", "--admin-api-key")
+
+
+def take(
+    *,
+    gpu: GpuFacts,
+    sglang: SglangTree | None,
+    stack: Stack | None,
+    checkpoint: Checkpoint | None,
+    launch: Launch | None,
+    environment: Mapping[str, str],
+) -> Snapshot:
+    """The facts as one Snapshot: variables that matter only, secrets redacted."""
+    return Snapshot(
+        tool_version=__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        gpu=gpu,
+        sglang=sglang,
+        stack=stack,
+        checkpoint=checkpoint,
+        launch=redacted_launch(launch) if launch else None,
+        environment=redacted_environment(environment),
+    )
+
+
+def text_of(snapshot: Snapshot) -> str:
+    return jsonio.dump({"schema": SCHEMA, **jsonio.to_plain(snapshot)})
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """The Snapshot in `path`; UsageError names what does not fit."""
+    hint = "write one with: dsv4doctor snapshot -o FILE"
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise UsageError(f"{path}: too large to be a snapshot", hint)
+        plain: Any = json.loads(raw)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})", hint) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON ({error})", hint) from error
+    if not isinstance(plain, dict) or "schema" not in plain:
+        raise UsageError(f"{path}: not a snapshot of dsv4doctor", hint)
+    schema = plain.pop("schema")
+    if schema != SCHEMA:
+        raise UsageError(f"{path}: schema {schema!r}, this dsv4doctor reads {SCHEMA!r}", hint)
+    return jsonio.from_plain(plain, Snapshot, str(path))
+
+
+# ------------------------------------------------------------------------------ secrets
+
+
+def looks_secret(name: str) -> bool:
+    """True for the name of a variable or flag that holds a secret, e.g. HF_TOKEN or --api-key."""
+    words = re.split(r"[-_.]+", name.strip("-").upper())
+    return any(_SECRET_WORD.fullmatch(word) for word in words)
+
+
+def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that have a part in serving, secret values replaced."""
+    return {
+        name: REDACTED if looks_secret(name) else redacted_text(value)
+        for name, value in sorted(environment.items())
+        if _RELEVANT.fullmatch(name)
+    }
+
+
+def redacted_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """`flags` with the values of --api-key and its like replaced."""
+    result: list[str] = []
+    secret = False
+    for flag in flags:
+        name, equals, _ = flag.partition("=")
+        if secret and not flag.startswith("--"):
+            result.append(REDACTED)
+        elif flag.startswith("--") and _is_secret_flag(name) and equals:
+            result.append(f"{name}={REDACTED}")
+        else:
+            result.append(redacted_text(flag))
+        secret = flag.startswith("--") and _is_secret_flag(name) and not equals
+    return tuple(result)
+
+
+def _is_secret_flag(name: str) -> bool:
+    # argparse takes any unambiguous beginning of a flag's name.
+    shortened = len(name) > 5 and any(full.startswith(name) for full in _SECRET_FLAGS)
+    return shortened or looks_secret(name)
+
+
+def redacted_launch(launch: Launch) -> Launch:
+    return replace(
+        launch,
+        environment=redacted_environment(launch.environment),
+        flags=redacted_flags(launch.flags),
+    )
+
+
+def redacted_text(text: str) -> str:
+    """`text` without the user part of URLs and without secrets in JSON."""
+    return _SECRET_IN_JSON.sub(rf'\1"{REDACTED}"', _URL_USER.sub(r"\1", text))
+
+
+def usable_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """A snapshot's variables without the redacted ones."""
+    return {name: value for name, value in environment.items() if value != REDACTED}

@@ -1,0 +1,328 @@
+"""The report for people: a header, the layers, the findings; the decision path when asked for."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dsv4doctor.folding import LayerRange, fold
+from dsv4doctor.models import (
+    Checkpoint,
+    Facts,
+    Finding,
+    Layer,
+    Location,
+    Outcome,
+    Report,
+    Severity,
+    Step,
+    Trace,
+    Verdict,
+)
+
+WIDE = 160
+"""Columns from which the layers are a table; below, a block each."""
+
+_VERDICT_STYLES = {
+    Verdict.RUNS: "green",
+    Verdict.FALLBACK: "yellow",
+    Verdict.FAILS: "bold red",
+    Verdict.UNKNOWN: "yellow",
+}
+_SEVERITY_STYLES = {
+    Severity.ERROR: "bold red",
+    Severity.WARNING: "yellow",
+    Severity.INFO: "cyan",
+}
+
+
+def render_check(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
+    """The whole report, `width` columns; ANSI colours only with `color`."""
+    parts: list[RenderableType] = [_header(report.facts), Text(), *_layers(report.facts, width)]
+    if why:
+        parts += [Text(), *_path(report.facts.trace)]
+    parts += [Text(), *_findings(report)]
+    if verbose:
+        parts += [Text(), *_details(report)]
+    return _printed(parts, width, color)
+
+
+def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
+    """The layers only."""
+    parts: list[RenderableType] = [_header(report.facts), Text(), *_layers(report.facts, width)]
+    if why:
+        parts += [Text(), *_path(report.facts.trace)]
+    if verbose:
+        parts += [Text(), *_details(report)]
+    return _printed(parts, width, color)
+
+
+def summary(report: Report) -> str:
+    """The findings counted, in one line."""
+    counts = Counter(finding.severity for finding in report.findings)
+    said = [
+        f"{counts[severity]} {severity.value}{'s' if counts[severity] != 1 else ''}"
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if counts[severity]
+    ]
+    if counts[Severity.INFO]:
+        said.append(f"{counts[Severity.INFO]} info")
+    return ", ".join(said) if said else "no findings"
+
+
+def _printed(parts: list[RenderableType], width: int, color: bool) -> str:
+    sink = StringIO()
+    console = Console(
+        file=sink,
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
+
+
+def _pairs(rows: list[tuple[str, str | Text]]) -> Table:
+    """Labels on the left, text that wraps under itself on the right."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(label, text)
+    return grid
+
+
+# ------------------------------------------------------------------------------ header
+
+
+def _header(facts: Facts) -> RenderableType:
+    snapshot = facts.snapshot
+    tree = facts.trace.sglang if facts.trace else snapshot.sglang
+    rows: list[tuple[str, str | Text]] = []
+    if tree is not None:
+        rows.append(("SGLang", f"{tree.version}, {tree.origin}, {tree.root}"))
+    rows.append(("GPU", _gpu(facts)))
+    if snapshot.checkpoint is not None:
+        rows.append(("Checkpoint", _checkpoint(snapshot.checkpoint)))
+    launch = snapshot.launch
+    if launch is not None:
+        line = f":{launch.line}" if launch.line else ""
+        rows.append(("Launch", f"{launch.source}{line}  {shlex.join(launch.flags)}".rstrip()))
+    rows += [("Note", note) for note in facts.notes]
+    return _pairs(rows)
+
+
+def _gpu(facts: Facts) -> str:
+    gpus = [gpu for gpu in facts.snapshot.gpu.gpus if gpu.arch == facts.arch]
+    name = f", {len(gpus)}x {gpus[0].name}" if gpus else ""
+    return f"{facts.arch.name} (from {facts.arch_source}){name}"
+
+
+def _checkpoint(checkpoint: Checkpoint) -> str:
+    parts = []
+    for label, layers in (("main", checkpoint.main_layers), ("draft", checkpoint.draft_layers)):
+        formats = sorted({layer.stored_format.value for layer in layers})
+        if layers:
+            parts.append(f"{len(layers)} {label} {'/'.join(formats)}")
+    return f"{checkpoint.name}, routed experts: {', '.join(parts) or 'none'}"
+
+
+# ------------------------------------------------------------------------------ layers
+
+
+def _layers(facts: Facts, width: int) -> Iterator[RenderableType]:
+    trace = facts.trace
+    yield Text("Routed experts", style="bold")
+    if trace is None:
+        yield Text(f"  not traced: {facts.trace_failure}")
+        return
+    ranges = fold(trace.layers)
+    if not ranges:
+        yield Text("  none: SGLang built no such layer")
+    elif width >= WIDE:
+        yield Padding(_table(ranges), (0, 0, 0, 2))
+    else:
+        for layers in ranges:
+            yield from _block(layers)
+    for error in trace.errors:
+        yield Text(f"  {error.phase}: stops with {error.type}", style="bold red")
+    for text in trace.unresolved:
+        yield Padding(Text(f"not determined: {text}", style="yellow"), (0, 0, 0, 2))
+
+
+def _table(ranges: tuple[LayerRange, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("layer", "role", "stored", "quant method", "runner"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("kernel", "decided at", "flags consulted"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    for layers in ranges:
+        layer = layers.layer
+        table.add_row(
+            layers.name,
+            layer.role.value,
+            _stored(layer),
+            layer.quant_method or "-",
+            layer.runner_backend or "-",
+            layer.kernel.symbol.rpartition(".")[2] if layer.kernel else "-",
+            _short(layer.decided_at),
+            "\n".join(layer.flags_consulted) or "none",
+            _verdict(layer),
+        )
+    return table
+
+
+def _block(layers: LayerRange) -> Iterator[RenderableType]:
+    layer = layers.layer
+    count = f" ({layers.count} layers)" if layers.count > 1 else ""
+    yield Padding(
+        Text.assemble(
+            _verdict(layer), f"  {layer.role.value}  ", (layers.name, "bold"), (count, "dim")
+        ),
+        (0, 0, 0, 2),
+    )
+    rows: list[tuple[str, str | Text]] = [
+        ("stored", _stored(layer)),
+        ("method", layer.quant_method or "-"),
+        ("runner", layer.runner_backend or "-"),
+        ("kernel", layer.kernel.symbol if layer.kernel else "-"),
+        ("decided at", _place(layer.decided_at)),
+        ("flags read", ", ".join(layer.flags_consulted) or "none"),
+    ]
+    if layer.verdict is not Verdict.RUNS:
+        rows.append(("why", layer.reason))
+    yield Padding(_pairs(rows), (0, 0, 0, 6))
+
+
+def _stored(layer: Layer) -> str:
+    return layer.stored_format.value if layer.stored_format else "-"
+
+
+def _verdict(layer: Layer) -> Text:
+    return Text(layer.verdict.value, style=_VERDICT_STYLES[layer.verdict])
+
+
+def _place(location: Location | None) -> str:
+    return f"{location.file}:{location.line}" if location else "-"
+
+
+def _short(location: Location | None) -> str:
+    """The file's own name and the line; the whole path is in the narrow layout and in JSON."""
+    return f"{location.file.rpartition('/')[2]}:{location.line}" if location else "-"
+
+
+# ------------------------------------------------------------------------------ findings
+
+
+def _findings(report: Report) -> Iterator[RenderableType]:
+    findings = sorted(report.findings, key=lambda found: list(Severity).index(found.severity))
+    if not findings:
+        yield Text("No findings.", style="green")
+    for index, finding in enumerate(findings):
+        if index:
+            yield Text()
+        yield _finding(finding)
+    for result in report.results:
+        if result.outcome is Outcome.CRASH:
+            yield Text(f"rule {result.rule} crashed: {result.reason}", style="bold red")
+
+
+def _finding(finding: Finding) -> RenderableType:
+    rows: list[tuple[str, str | Text]] = [("what happens", finding.consequence)]
+    rows += [("evidence" if not index else "", text) for index, text in enumerate(finding.evidence)]
+    if finding.remedy is not None:
+        rows.append(("what to do", finding.remedy.text))
+        rows += [("", Text(f"$ {command}")) for command in finding.remedy.commands]
+    style = _SEVERITY_STYLES[finding.severity]
+    title = Text.assemble(
+        (finding.severity.value, style), f" {finding.rule}  ", (finding.subject, "bold")
+    )
+    body = Group(Text(finding.message, overflow="fold"), _pairs(rows))
+    return Group(title, Padding(body, (0, 0, 0, 2)))
+
+
+# ------------------------------------------------------------------------------ details
+
+
+def _path(trace: Trace | None) -> Iterator[RenderableType]:
+    yield Text("Decision path", style="bold")
+    for step in trace.steps if trace else ():
+        yield Padding(_step(step), (0, 0, 0, 2))
+
+
+def _step(step: Step) -> RenderableType:
+    times = f" x{step.times}" if step.times > 1 else ""
+    returned = f" -> {step.returned}" if step.returned not in (None, "None") else ""
+    head = Text.assemble(
+        (f"{step.phase}  ", "dim"),
+        (step.function, "bold"),
+        f"{times}{returned}  ",
+        (step.file, "dim"),
+        overflow="fold",
+    )
+    lines: list[RenderableType] = [head]
+    for branch in step.branches:
+        taken = {True: "yes", False: "no", None: "?"}[branch.taken]
+        lines.append(
+            Padding(
+                Text(f"{branch.location.line}: {branch.condition}  {taken}", overflow="fold"),
+                (0, 0, 0, 2),
+            )
+        )
+        values = ", ".join(f"{name} = {value}" for name, value in branch.values.items())
+        if values:
+            lines.append(Padding(Text(values, style="dim", overflow="fold"), (0, 0, 0, 6)))
+    return Group(*lines)
+
+
+def _details(report: Report) -> Iterator[RenderableType]:
+    yield Text("Rules", style="bold")
+    rows: list[tuple[str, str | Text]] = []
+    for result in report.results:
+        outcome = "not checked" if result.outcome is Outcome.SKIP else result.outcome.value
+        reason = f" ({result.reason})" if result.reason else ""
+        rows.append((f"  {result.rule}", f"{outcome}{reason}: {result.title}"))
+    yield _pairs(rows)
+    facts = report.facts
+    trace = facts.trace
+    if facts.snapshot.stack is not None:
+        yield Text("Packages", style="bold")
+        yield _packages(facts)
+    if trace is not None and trace.arg_changes:
+        yield Text("Arguments that SGLang changed", style="bold")
+        yield _pairs(
+            [
+                (f"  {change.name}", f"{change.before} -> {change.after}  {_place(change.at)}")
+                for change in trace.arg_changes
+            ]
+        )
+    if trace is not None and trace.leniencies:
+        yield Text("Stood in for", style="bold")
+        for text in trace.leniencies:
+            yield Padding(Text(text), (0, 0, 0, 2))
+    yield Text("Seconds", style="bold")
+    yield Text("  " + ", ".join(f"{name} {value:.2f}" for name, value in report.timings.items()))
+
+
+def _packages(facts: Facts) -> RenderableType:
+    stack = facts.snapshot.stack
+    rows: list[tuple[str, str | Text]] = []
+    for package in stack.packages if stack else ():
+        wanted = f", SGLang wants {package.required}" if package.required else ""
+        style = "yellow" if package.satisfied is False else ""
+        rows.append(
+            (f"  {package.name}", Text(f"{package.version or 'not installed'}{wanted}", style))
+        )
+    return _pairs(rows)

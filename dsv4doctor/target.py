@@ -1,0 +1,309 @@
+"""From the command line's options to the one launch that is looked at, and its facts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
+from dsv4doctor.facts.gpu import read_gpus
+from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
+from dsv4doctor.facts.stack import read_stack
+from dsv4doctor.facts.tree import read_tree
+from dsv4doctor.launch import from_arguments, read_script
+from dsv4doctor.models import (
+    ARCHS,
+    Arch,
+    Checkpoint,
+    Gpu,
+    GpuFacts,
+    Launch,
+    SglangTree,
+    Snapshot,
+    Stack,
+)
+from dsv4doctor.wheels import default_cache, fetch_tree
+
+Download = Callable[[int, "int | None"], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said, as said."""
+
+    model: str | None = None
+    flags: tuple[str, ...] = ()
+    """SGLang's, after `--`."""
+    launch: Path | None = None
+    snapshot: Path | None = None
+    sglang: str | None = None
+    """A folder or a version."""
+    python: str | None = None
+    arch: str = "auto"
+    env: tuple[str, ...] = ()
+    """KEY=VALUE each."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One launch on one GPU type, with everything a trace needs."""
+
+    snapshot: Snapshot
+    """All facts, secrets redacted."""
+    arch: Arch
+    arch_source: str
+    tree: SglangTree
+    interpreter: Path
+    checkpoint: Checkpoint
+    model_path: Path
+    launch: Launch
+    """As written, nothing redacted."""
+    environment: dict[str, str]
+    """The machine's variables, under the launch's own."""
+    gpu: Gpu | None = None
+    """The GPU to simulate, when it was looked at; None: a typical one of `arch`."""
+    gpu_count: int | None = None
+    seconds: float = 0.0
+    """Spent on reading the facts."""
+    notes: tuple[str, ...] = field(default=())
+    """What was decided for the user."""
+
+
+def resolve(options: Options, download: Download | None = None) -> Target:
+    """The launch that `options` describe; the snapshot supplies what the options do not.
+
+    Raises UsageError naming the flag or file that is wrong or missing, and UndeterminedError
+    when a release cannot be fetched.  `download` is told about bytes fetched.
+    """
+    started = time.monotonic()
+    notes: list[str] = []
+    saved = read_snapshot(options.snapshot) if options.snapshot else None
+    environment = usable_environment(saved.environment) if saved else dict(os.environ)
+    launch = _launch(options, saved, environment)
+    notes += launch.notes
+    # What is cheap and most often missing is asked for first.
+    gpus = saved.gpu if saved else read_gpus()
+    arch, arch_source, gpu = _arch(options, gpus, saved is not None, launch, notes)
+    checkpoint, model_path = _checkpoint(options, saved, launch, environment)
+    interpreter = _interpreter(options, launch, notes)
+    variables = {**environment, **launch.environment}
+    tree, stack = _tree(options, saved, interpreter, variables, download)
+    snapshot = take(
+        gpu=gpus,
+        sglang=tree,
+        stack=stack,
+        checkpoint=checkpoint,
+        launch=launch,
+        environment=environment,
+    )
+    return Target(
+        snapshot=snapshot,
+        arch=arch,
+        arch_source=arch_source,
+        tree=tree,
+        interpreter=interpreter,
+        checkpoint=checkpoint,
+        model_path=model_path,
+        launch=launch,
+        environment=environment,
+        gpu=gpu,
+        gpu_count=len(gpus.gpus) if gpu else None,
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+    )
+
+
+def facts_of_machine(options: Options, download: Download | None = None) -> Snapshot:
+    """What this machine has; a launch, model or SGLang that was not named may be absent.
+
+    Raises UsageError for one that was named and cannot be read.
+    """
+    environment = dict(os.environ)
+    named = options.launch is not None or options.model is not None or options.flags
+    launch = _launch(options, None, environment) if named else None
+    variables = {**environment, **(launch.environment if launch else {}), **_pairs(options.env)}
+    checkpoint = None
+    if launch is not None and launch.model is not None:
+        checkpoint, _ = _checkpoint(options, None, launch, environment)
+    interpreter = _interpreter(options, launch, [])
+    if options.sglang is not None:
+        tree: SglangTree | None = _named_tree(options.sglang, interpreter, download)
+        stack, _ = read_stack(interpreter, variables, against=tree)
+    else:
+        stack, tree = read_stack(interpreter, variables)
+    return take(
+        gpu=read_gpus(),
+        sglang=tree,
+        stack=stack,
+        checkpoint=checkpoint,
+        launch=launch,
+        environment=environment,
+    )
+
+
+# ------------------------------------------------------------------------------ launch, model
+
+
+def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, str]) -> Launch:
+    pairs = _pairs(options.env)
+    if options.launch is not None and options.flags:
+        raise UsageError(
+            "--launch and SGLang flags after `--` are both given", "give one of the two"
+        )
+    if options.launch is not None:
+        launch = read_script(options.launch, {**environment, **pairs})
+    elif saved is not None and saved.launch is not None and not options.flags:
+        launch = replace(saved.launch, environment=usable_environment(saved.launch.environment))
+    else:
+        launch = from_arguments(options.model, options.flags, {})
+    if options.model is not None:
+        launch = replace(launch, model=options.model)
+    return replace(launch, environment={**launch.environment, **pairs})
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--env {text}: not KEY=VALUE", "write it like --env SGLANG_X=1")
+        found[name] = value
+    return found
+
+
+def _checkpoint(
+    options: Options, saved: Snapshot | None, launch: Launch, environment: Mapping[str, str]
+) -> tuple[Checkpoint, Path]:
+    """The facts of the checkpoint, and the folder that SGLang will read."""
+    cache = default_cache()
+    if saved is not None and saved.checkpoint is not None and options.model is None:
+        return saved.checkpoint, _materialised(saved.checkpoint, cache)
+    if launch.model is None:
+        raise UsageError(
+            f"{launch.source}: names no model" if options.launch else "no MODEL given",
+            "give a checkpoint folder or a Hugging Face id: dsv4doctor check MODEL",
+        )
+    path = resolve_model(launch.model, {**environment, **launch.environment})
+    return read_checkpoint(path, cache / "checkpoints"), path
+
+
+def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
+    """A snapshot's checkpoint as header-only files in our cache, by its content."""
+    name = "".join(char for char in checkpoint.content_key if char.isalnum())[:32] or "unnamed"
+    target = cache / "snapshots" / name
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as scratch:
+            folder = materialise(checkpoint, Path(scratch) / "checkpoint")
+            try:
+                os.rename(folder, target)
+            except OSError:
+                if not target.is_dir():  # else another process was first
+                    raise
+    except OSError as error:
+        raise UsageError(
+            f"{target}: cannot be written ({error.strerror})",
+            "set DSV4DOCTOR_CACHE to a folder that can",
+        ) from error
+    return target
+
+
+# ------------------------------------------------------------------------------ GPU
+
+
+def _arch(
+    options: Options, gpus: GpuFacts, is_saved: bool, launch: Launch, notes: list[str]
+) -> tuple[Arch, str, Gpu | None]:
+    """The architecture, where it comes from, and the GPU that has it."""
+    used = _used_gpu(gpus, launch)
+    if options.arch != "auto":
+        arch = ARCHS[options.arch]
+        return arch, "--arch", used if used is not None and used.arch == arch else None
+    if used is None:
+        where = "the snapshot has no GPU" if is_saved else "no GPU on this machine"
+        reason = f" ({gpus.unavailable})" if gpus.unavailable else ""
+        raise UsageError(
+            f"{where}{reason}",
+            f"say which one is meant: --arch {'|'.join(ARCHS)}",
+        )
+    if len({gpu.arch for gpu in gpus.gpus}) > 1:
+        kinds = ", ".join(sorted({f"{gpu.name} ({gpu.arch.name})" for gpu in gpus.gpus}))
+        notes.append(f"GPUs of several kinds ({kinds}): GPU {used.index} is used; see --arch")
+    return used.arch, "snapshot" if is_saved else "NVML", used
+
+
+def _used_gpu(gpus: GpuFacts, launch: Launch) -> Gpu | None:
+    """The first GPU that the launch can see."""
+    visible = launch.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    chosen = [gpu for gpu in gpus.gpus if str(gpu.index) == visible]
+    return next(iter(chosen or gpus.gpus), None)
+
+
+# ------------------------------------------------------------------------------ SGLang
+
+
+def _interpreter(options: Options, launch: Launch | None, notes: list[str]) -> Path:
+    if options.python is not None:
+        return Path(options.python).expanduser()
+    if launch is not None and launch.interpreter is not None:
+        named = Path(launch.interpreter).expanduser()
+        if named.is_file():
+            return named
+        notes.append(f"{named}, the Python of {launch.source}, is not on this machine")
+    return Path(sys.executable)
+
+
+def _tree(
+    options: Options,
+    saved: Snapshot | None,
+    interpreter: Path,
+    variables: Mapping[str, str],
+    download: Download | None,
+) -> tuple[SglangTree, Stack]:
+    """The tree to trace, and the packages around it against what it pins."""
+    named = options.sglang
+    if named is None and saved is not None and saved.sglang is not None:
+        named = _same_tree(saved.sglang) or saved.sglang.version
+    if named is not None:
+        tree = _named_tree(named, interpreter, download)
+        stack, _ = read_stack(interpreter, variables, against=tree)
+        return tree, saved.stack if saved and saved.stack else stack
+    stack, installed = read_stack(interpreter, variables)
+    if installed is None:
+        raise UsageError(
+            f"{interpreter}: no SGLang in this interpreter",
+            "give the serving environment's with --python, or a release with --sglang 0.5.23",
+        )
+    return installed, stack
+
+
+def _same_tree(saved: SglangTree) -> str | None:
+    """The folder of a snapshot's SGLang where this machine has that release there too."""
+    try:
+        return saved.root if read_tree(Path(saved.root)).version == saved.version else None
+    except UsageError:
+        return None
+
+
+def _named_tree(named: str, interpreter: Path, download: Download | None) -> SglangTree:
+    path = Path(named).expanduser()
+    if os.sep not in named and not path.exists():
+        try:
+            Version(named)
+        except InvalidVersion as error:
+            raise UsageError(
+                f"--sglang {named}: neither a folder nor a version",
+                "write it like --sglang 0.5.23, or give a folder",
+            ) from error
+        return fetch_tree(named, default_cache(), download, sys.executable)
+    return read_tree(path)

@@ -1,0 +1,130 @@
+"""What more than one rule says or asks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from packaging.version import InvalidVersion, Version
+
+from dsv4doctor.facts.callsite import text_at
+from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value
+from dsv4doctor.models import Facts, Layer, Location, Remedy, Role, StoredFormat
+
+_PLAIN_REFUSAL = Version("0.6.17")
+"""The first FlashInfer whose MoE says in words that it has no kernel for the GPU."""
+
+
+def backend_flags(facts: Facts, role: Role) -> dict[str, str]:
+    """The MoE backend flags that the user set and a reader expects to count for `role`."""
+    launch = facts.snapshot.launch
+    names = (MAIN_FLAG,) if role is Role.MAIN else (MAIN_FLAG, DRAFT_FLAG)
+    found = {name: flag_value(launch.flags, name) for name in names} if launch else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def ignored_flags(facts: Facts, layer: Layer) -> dict[str, str]:
+    """Those of `backend_flags` that the code deciding about `layer` never read."""
+    set_flags = backend_flags(facts, layer.role)
+    consulted = set(layer.flags_consulted)
+    # The draft's backend starts as the main one's: either of them read means both count.
+    if layer.role is Role.DRAFT and consulted & {_argument(MAIN_FLAG), _argument(DRAFT_FLAG)}:
+        return {}
+    return {name: value for name, value in set_flags.items() if _argument(name) not in consulted}
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def call_text(facts: Facts, layer: Layer) -> str:
+    return text_at(facts.call_texts, layer)
+
+
+def described(location: Location | None) -> str:
+    if location is None:
+        return "a place that the trace could not name"
+    return f"{location.file}:{location.line}"
+
+
+def with_source(location: Location) -> str:
+    source = f": {location.source}" if location.source else ""
+    return f"{described(location)}{source}"
+
+
+def both(names: Sequence[str]) -> str:
+    """ "a", "a and b" or "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def flashinfer_version(facts: Facts) -> Version | None:
+    """The FlashInfer that will serve: what is installed, or what a borrowed SGLang pins."""
+    stack, tree = facts.snapshot.stack, facts.trace.sglang if facts.trace else None
+    packages = {package.name: package for package in stack.packages} if stack else {}
+    package = packages.get("flashinfer-python")
+    if package is None:
+        return None
+    pinned = (package.required or "").removeprefix("==")
+    try:
+        return Version(pinned if tree is None or tree.borrowed else package.version or pinned)
+    except InvalidVersion:
+        return None
+
+
+def sm100_crash(facts: Facts, arch_name: str) -> str:
+    """What the log will say when the SM100-only MoE runs elsewhere."""
+    version = flashinfer_version(facts)
+    if version is None or not facts.arch.is_sm12x:
+        return ""
+    if version >= _PLAIN_REFUSAL:
+        said = f"cubin manifest contains no kernels runnable on {arch_name.replace('_', '')}"
+    else:
+        said = "Error occurred when running GEMM!"
+    return f' (FlashInfer {version}: "{said}")'
+
+
+def command(facts: Facts, flags: Sequence[str]) -> str:
+    """The launch with other flags, as a shell line."""
+    launch, checkpoint = facts.snapshot.launch, facts.snapshot.checkpoint
+    model = launch.model if launch and launch.model else checkpoint.path if checkpoint else "MODEL"
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model, *flags]
+    return shlex.join(words)
+
+
+def way_out(facts: Facts, layer: Layer) -> Remedy:
+    """What to do about routed experts that cannot run: what was traced and does run."""
+    working = [option for option in facts.alternatives if option.problem is None]
+    failing = [option for option in facts.alternatives if option.problem is not None]
+    version = facts.trace.sglang.version if facts.trace else "this release"
+    sentences = []
+    if working:
+        changes = "; ".join(option.change for option in working)
+        sentences.append(f"Traced with SGLang {version}, and runs: {changes}.")
+    if failing:
+        reasons = "; ".join(f"{option.change} ({option.problem})" for option in failing)
+        sentences.append(f"Does not help: {reasons}.")
+    if layer.role is Role.DRAFT and not layer.flags_consulted:
+        sentences.append(_PATCH_ONLY)
+    if layer.role is Role.DRAFT and not facts.alternatives:
+        sentences.append("Without the --speculative-* flags there is no draft model to fail.")
+    if _is_hybrid(facts):
+        sentences.append(_ORIGINAL)
+    return Remedy("\n".join(sentences), tuple(command(facts, option.flags) for option in working))
+
+
+_PATCH_ONLY = (
+    "No flag changes the draft's method: to keep speculative decoding, SGLang has to be patched "
+    "to return Mxfp4FlashinferCutlassMoEMethod there (sgl-project/sglang pull request 40173). "
+    "That method serves sm_12x from SGLang 0.5.16 on; before, it is made for SM90, and "
+    "Mxfp4MarlinMoEMethod is what is left."
+)
+_ORIGINAL = (
+    "The MXFP4 checkpoint this one was made from takes another path, for main and draft alike: "
+    "try it with `dsv4doctor check`."
+)
+
+
+def _is_hybrid(facts: Facts) -> bool:
+    checkpoint = facts.snapshot.checkpoint
+    stored = {layer.stored_format for layer in checkpoint.main_layers} if checkpoint else set()
+    return facts.arch.is_sm12x and stored == {StoredFormat.NVFP4}

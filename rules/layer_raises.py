@@ -1,0 +1,96 @@
+"""SGLang itself raises while it resolves this launch.
+
+The trace runs SGLang's own code, so what it raises there it will raise on the serving machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dsv4doctor.folding import fold
+from dsv4doctor.models import Facts, Finding, Layer, Location, Severity, SglangError
+from dsv4doctor.rules.common import described, way_out, with_source
+from dsv4doctor.rules.rule import Example, Rule
+from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM, facts
+
+_WHEN = {
+    "arguments": "while it resolves its arguments",
+    "main": "while it builds the main model",
+    "draft": "while it builds the draft model",
+}
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    assert facts.trace is not None
+    for error in facts.trace.errors:
+        yield _finding(facts, error.phase, error, None)
+    for layers in fold(facts.trace.layers):
+        if layers.layer.error is not None:
+            yield _finding(facts, layers.name, layers.layer.error, layers.layer)
+
+
+def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None) -> Finding:
+    message = " ".join(error.message.split())[:300] or "no message"
+    evidence = [f"{error.type}: {message}"]
+    if error.at is not None:
+        evidence.append(f"raised at {with_source(error.at)}")
+    if layer is not None and layer.decided_at is not None:
+        evidence.append(f"method {layer.quant_method} decided at {with_source(layer.decided_at)}")
+    return Finding(
+        rule=RULE.id,
+        severity=Severity.ERROR,
+        subject=subject,
+        message=(
+            f"This launch stops with {error.type}: {message}, raised at {described(error.at)}."
+        ),
+        consequence=f"The server never answers: SGLang raises this {_when(error.phase)}.",
+        evidence=tuple(evidence),
+        locations=(error.at,) if error.at else (),
+        remedy=way_out(facts, layer) if layer is not None else None,
+    )
+
+
+def _when(phase: str) -> str:
+    if phase in _WHEN:
+        return _WHEN[phase]
+    model, _, step = phase.partition(" ")
+    if step == "weights":
+        return f"while it loads the {model} model's experts"
+    if step == "forward":
+        return f"when the {model} model first runs"
+    return f"in its phase {phase!r}"
+
+
+RULE = Rule(
+    id="DSV105",
+    title="SGLang raises while it resolves the launch",
+    severity=Severity.ERROR,
+    reads=("trace",),
+    check=check,
+)
+
+_UNSUPPORTED = SglangError(
+    "main forward",
+    "NotImplementedError",
+    "Unsupported moe_runner_backend for NVFP4 MoE: MoeRunnerBackend.TRITON.",
+    Location("sglang/srt/layers/quantization/modelopt_quant.py", 3367, "apply", "raise"),
+)
+
+EXAMPLES = (
+    Example(
+        "a backend that the method does not know",
+        facts("sm_120", [replace(layer, kernel=None, error=_UNSUPPORTED) for layer in MAIN_TRTLLM]),
+        expect=("model.layers.0-2.mlp.experts",),
+    ),
+    Example(
+        "the arguments contradict each other",
+        facts(
+            "sm_120",
+            [],
+            errors=(replace(_UNSUPPORTED, phase="arguments", type="ValueError"),),
+        ),
+        expect=("arguments",),
+    ),
+    Example("nothing raised", facts("sm_120", [*MAIN_CUTLASS])),
+)

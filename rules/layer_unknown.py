@@ -1,0 +1,67 @@
+"""Routed-expert layers of which it is not known whether they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dsv4doctor.folding import fold
+from dsv4doctor.models import Facts, Finding, Kernel, Remedy, Severity, Verdict
+from dsv4doctor.rules.rule import Example, Rule
+from dsv4doctor.rules.samples import MAIN_CUTLASS, facts
+
+_REMEDY = Remedy("Start the server once to know; --strict makes this count as undetermined.")
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    assert facts.trace is not None
+    for problem in facts.trace.unresolved:
+        phase, _, reason = problem.partition(": ")
+        yield Finding(
+            rule=RULE.id,
+            severity=Severity.INFO,
+            subject=phase,
+            message=f"The trace stopped short: {reason}.",
+            consequence="What comes after this point was not looked at.",
+            evidence=(),
+            remedy=_REMEDY,
+        )
+    for layers in fold(facts.trace.layers):
+        layer = layers.layer
+        if layer.verdict is Verdict.UNKNOWN:
+            kernel = layer.kernel
+            yield Finding(
+                rule=RULE.id,
+                severity=Severity.INFO,
+                subject=layers.name,
+                message=f"Whether this runs on {facts.arch.name} is unknown: {layer.reason}.",
+                consequence="Nothing is promised for these layers.",
+                evidence=(f"reaches {kernel.symbol}",) if kernel else (),
+                locations=(kernel.call_site,) if kernel and kernel.call_site else (),
+                remedy=_REMEDY,
+            )
+
+
+RULE = Rule(
+    id="DSV106",
+    title="Routed experts of which nothing is known",
+    severity=Severity.INFO,
+    reads=("trace",),
+    check=check,
+)
+
+_NEW = [replace(layer, kernel=Kernel("brand.new_moe", None)) for layer in MAIN_CUTLASS]
+
+EXAMPLES = (
+    Example(
+        "a kernel that is in no table",
+        facts("sm_120", _NEW),
+        expect=("model.layers.0-2.mlp.experts",),
+    ),
+    Example(
+        "a trace that stopped outside SGLang",
+        facts("sm_120", [], unresolved=("draft: KeyError: 'x'",)),
+        expect=("draft",),
+    ),
+    Example("a known kernel", facts("sm_120", [*MAIN_CUTLASS])),
+)

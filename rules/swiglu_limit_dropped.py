@@ -1,0 +1,82 @@
+"""A kernel that is called without the SwiGLU clamp which the model was trained with.
+
+DeepSeek-V4 clamps its gates at `swiglu_limit`.  SGLang's NVFP4 path through FlashInfer's CUTLASS
+MoE passes it from 0.5.21 on; before, and through the older grouped GEMM, plain SwiGLU is computed
+and nothing says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsv4doctor.folding import fold
+from dsv4doctor.models import Facts, Finding, Remedy, Role, Severity, Verdict
+from dsv4doctor.rules.common import call_text, described
+from dsv4doctor.rules.rule import Example, Rule
+from dsv4doctor.rules.samples import CALL_WITH_CLAMP, CALL_WITHOUT_CLAMP, MAIN_NVFP4_CUTLASS, facts
+from dsv4doctor.verdicts import drops_clamp
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    assert facts.trace is not None
+    assert facts.snapshot.checkpoint is not None
+    limit = facts.snapshot.checkpoint.text_config.get("swiglu_limit")
+    if not limit:
+        return
+    for layers in fold(facts.trace.layers):
+        layer = layers.layer
+        if layer.verdict is not Verdict.RUNS or not drops_clamp(layer, call_text(facts, layer)):
+            continue
+        assert layer.kernel is not None
+        kernel = layer.kernel.symbol.rpartition(".")[2]
+        whose = "draft" if layer.role is Role.DRAFT else "main"
+        site = layer.kernel.call_site
+        yield Finding(
+            rule=RULE.id,
+            severity=Severity.WARNING,
+            subject=layers.name,
+            message=f"{kernel} is called without swiglu_limit, which this model sets to {limit:g}.",
+            consequence=(
+                f"The {whose} routed experts compute plain SwiGLU: the server runs, no error is "
+                "raised, and answers can be worse."
+            ),
+            evidence=(
+                f"config.json: swiglu_limit {limit:g}",
+                f"the call at {described(site)} has no place for it",
+            ),
+            locations=(site,) if site else (),
+            remedy=Remedy(
+                "SGLang passes the clamp to FlashInfer's CUTLASS MoE (--moe-runner-backend "
+                "flashinfer_cutlass) from 0.5.21 on; in this release the Marlin runner "
+                "(--moe-runner-backend marlin) applies it."
+            ),
+        )
+
+
+RULE = Rule(
+    id="DSV107",
+    title="Routed experts without the model's SwiGLU clamp",
+    severity=Severity.WARNING,
+    reads=("trace", "checkpoint"),
+    check=check,
+)
+
+EXAMPLES = (
+    Example(
+        "FlashInfer CUTLASS called without it",
+        facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITHOUT_CLAMP),
+        expect=("model.layers.0-2.mlp.experts",),
+    ),
+    Example(
+        "called with it",
+        facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITH_CLAMP),
+    ),
+    Example(
+        "a source that cannot be read proves nothing",
+        facts("sm_120", [*MAIN_NVFP4_CUTLASS]),
+    ),
+    Example(
+        "a model without a clamp",
+        facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITHOUT_CLAMP, swiglu_limit=None),
+    ),
+)
