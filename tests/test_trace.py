@@ -1,7 +1,11 @@
 """SGLang's own dispatch, release by release, on real wheels and full-depth checkpoints."""
 
 import json
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -341,3 +345,17 @@ def test_what_a_trace_does_not_set_up_is_unknown(sglang_tree: Tree, checkpoint: 
         assert layer.error is None
         assert layer.kernel is None
         assert "_DpGatheredBufferWrapper" in layer.reason
+
+
+def test_a_machine_without_triton_says_the_same(
+    sglang_tree: Tree, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """There is no Triton for macOS: what SGLang's host code asks of it is stood in for."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    [site] = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(("triton", "__")) and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    here = request(sglang_tree("0.5.14"), checkpoint(HYBRID))
+    there = replace(here, interpreter=tmp_path / "venv" / "bin" / "python")
+    assert trace_launch(here, use_cache=False).layers == trace_launch(there, use_cache=False).layers

@@ -9,6 +9,7 @@ Request (standard input of the worker):
     scratch        the one folder the worker may write to
     bytecode       folder for the tree's compiled modules
     memory_bytes   ceiling on the worker's memory
+    serving        the interpreter is the one that will serve, so what it lacks is worth a word
     whole          leave no part of SGLang out
     verbose        let SGLang's own log through to standard error
     jobs           [{"id", "arguments", "with_path"}]; a launch each

@@ -320,6 +320,7 @@ def _message(
         "bytecode": str(bytecode),
         "memory_bytes": MEMORY_LIMIT_BYTES,
         "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
+        "serving": not request.tree.borrowed,
         "whole": request.whole,
         "jobs": jobs,
     }

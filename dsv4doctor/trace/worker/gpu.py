@@ -1,6 +1,9 @@
 """A simulated GPU: what torch, Triton and NVML-less code are told about the device."""
 
+import importlib.util
 import types
+
+from . import no_triton
 
 # Public data sheet figures; only their order of magnitude can matter to dispatch.
 _BOARDS = {
@@ -97,6 +100,8 @@ def simulate(board, count):
 class _TritonDriver:
     """What Triton's runtime asks of its driver before a launch."""
 
+    target = None  # where there is no Triton to make one of
+
     def __init__(self, board):
         self.board = board
 
@@ -104,6 +109,8 @@ class _TritonDriver:
         return True
 
     def get_current_target(self):
+        if self.target is not None:
+            return self.target
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.board.major * 10 + self.board.minor, 32)
@@ -133,6 +140,9 @@ class _TritonDriver:
 
 def simulate_triton(board, launched):
     """Give Triton the simulated GPU; `launched(symbol, args)` takes the place of a launch."""
+    if importlib.util.find_spec("triton") is None:
+        no_triton.simulate(_TritonDriver(board))
+        return
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.jit import JITFunction

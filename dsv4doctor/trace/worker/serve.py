@@ -163,6 +163,14 @@ class Worker:
         else:
             emit(self.events, event="failure", job=job["id"], message=_death(status), trace=None)
 
+    def _leniencies(self):
+        """What stood in for something that is missing where the server is to run."""
+        missing = self.stand_ins.missing() if self.request["serving"] else []
+        return [
+            *(f"{root} is required by SGLang and not installed, stood in for" for root in missing),
+            *sorted(self.stand_ins.leniencies),
+        ]
+
     def _child(self, job, write):
         from .launch import trace_launch
 
@@ -170,7 +178,7 @@ class Worker:
             try:
                 result = trace_launch(job, self._phase)
                 result["timings"] = {**self.timings, **result["timings"]}
-                result["leniencies"] += sorted(self.stand_ins.leniencies)
+                result["leniencies"] += self._leniencies()
                 line = {"event": "result", "job": job["id"], "result": result}
             except BaseException as error:
                 line = {

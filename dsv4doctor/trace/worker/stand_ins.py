@@ -17,6 +17,7 @@ import re
 import sys
 import types
 
+from . import no_triton
 from .recorder import RECORDER, calling_frame
 
 # Import names of distributions whose name does not say.
@@ -288,6 +289,8 @@ class StandInModule(types.ModuleType):
             raise AttributeError(name)
         if name in _ENUMS and self.__name__.startswith("flashinfer"):
             return _ENUMS[name]
+        if self.__name__ == "triton" and name in no_triton.EXPORTS:
+            return no_triton.EXPORTS[name]
         member = make(f"{self.__name__}.{name}")
         setattr(self, name, member)
         return member
@@ -307,7 +310,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.inert = inert
         self.bytecode = bytecode
         self.installed = {}
-        self.used = set()
+        self.used = set()  # third-party roots that SGLang imported
         self.leniencies = set()
 
     def find_spec(self, name, path=None, target=None):
@@ -317,7 +320,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if self.inert(name):
             return self._spec(name)
-        if root in REAL:
+        if root in REAL and (root != "triton" or self._is_installed(root)):
             return None
         if isinstance(sys.modules.get(root), StandInModule):
             return self._spec(name)
@@ -342,6 +345,10 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         pass
+
+    def missing(self):
+        """Third-party packages that SGLang imported, declares, and that are not installed."""
+        return sorted(root for root in self.used if not self._is_installed(root))
 
     @staticmethod
     def _version(root):
