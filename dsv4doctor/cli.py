@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dsv4doctor import __version__
-from dsv4doctor.errors import DoctorError, UsageError
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.kernels_cli import kernels_group
+from dsv4doctor.terminal import Progress, deliver, say, width
 
 if TYPE_CHECKING:
     from dsv4doctor.models import Report
@@ -220,9 +222,9 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
     from dsv4doctor.target import facts_of_machine
 
     ctx.obj["debug"] = debug
-    with _Progress() as progress:
+    with Progress() as progress:
         taken = facts_of_machine(_options(ctx, options), progress.download)
-    _deliver(text_of(taken), output)
+    deliver(text_of(taken), output)
     parts = {
         "GPU": taken.gpu.gpus,
         "SGLang": taken.sglang,
@@ -231,7 +233,10 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
     }
     missing = [name for name, part in parts.items() if not part]
     lacking = f"; without: {', '.join(missing)}" if missing else ""
-    _say(f"dsv4doctor: snapshot of {len(parts) - len(missing)} of {len(parts)} facts{lacking}")
+    say(f"dsv4doctor: snapshot of {len(parts) - len(missing)} of {len(parts)} facts{lacking}")
+
+
+cli.add_command(kernels_group)
 
 
 def _options(ctx: click.Context, options: dict[str, Any]) -> Options:
@@ -265,12 +270,12 @@ def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple
         timeout=options["timeout"],
         alternatives=name == "check",
     )
-    with _Progress() as progress:
+    with Progress() as progress:
         target = resolve(_options(ctx, options), progress.download)
         report = audit(target, settings, progress.phase)
-    _deliver(_rendered(report, options, name), options["output"])
+    deliver(_rendered(report, options, name), options["output"])
     fail_on = None if options["fail_on"] == "never" else Severity(options["fail_on"])
-    _say(_summary(report, undetermined(report, options["strict"])))
+    say(_summary(report, undetermined(report, options["strict"])))
     ctx.exit(exit_code(report, fail_on, options["strict"]))
 
 
@@ -285,7 +290,7 @@ def _rendered(report: Report, options: dict[str, Any], name: str) -> str:
     render = console.render_check if name == "check" else console.render_trace
     return render(
         report,
-        _width(is_terminal),
+        width(is_terminal),
         is_terminal and "NO_COLOR" not in os.environ,
         verbose=options["verbose"],
         why=options["why"],
@@ -298,80 +303,6 @@ def _summary(report: Report, gap: str | None) -> str:
     cached = ", trace from the cache" if report.facts.trace and report.facts.trace.cached else ""
     line = f"dsv4doctor: {summary(report)} in {report.timings['total']:.1f} s{cached}"
     return f"{line}; not determined: {gap}" if gap else line
-
-
-def _width(is_terminal: bool) -> int:
-    """The terminal's columns, else COLUMNS, else 100."""
-    import shutil
-
-    columns = shutil.get_terminal_size((100, 24)).columns
-    if not is_terminal:
-        columns = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 100
-    return max(40, columns)
-
-
-# ------------------------------------------------------------------------------ in and out
-
-
-def _deliver(text: str, output: str | None) -> None:
-    """To standard output, or as the file `output`, which appears whole or not at all."""
-    if output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    import tempfile
-
-    folder = os.path.dirname(os.path.abspath(output))
-    try:
-        handle, scratch = tempfile.mkstemp(dir=folder, prefix=".dsv4doctor-")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                umask = os.umask(0)
-                os.umask(umask)
-                os.chmod(scratch, 0o666 & ~umask)
-            os.replace(scratch, output)
-        except BaseException:
-            os.unlink(scratch)
-            raise
-    except OSError as error:
-        raise UsageError(
-            f"--output {output}: cannot be written ({error.strerror})", "give another file"
-        ) from error
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-class _Progress:
-    """A spinner and a download bar on standard error, on a terminal only."""
-
-    def __enter__(self) -> _Progress:
-        self._bar: Any = None
-        self._task: Any = None
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("reading the facts", total=None)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def phase(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=text, total=None, completed=0)
-
-    def download(self, done: int, total: int | None) -> None:
-        if self._bar is not None:
-            text = f"fetching SGLang, {done / 1e6:.0f} MB"
-            self._bar.update(self._task, description=text, total=total, completed=done)
 
 
 # ------------------------------------------------------------------------------ errors
@@ -394,7 +325,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _misused(error)
     except (click.Abort, KeyboardInterrupt):
-        _say("dsv4doctor: interrupted")
+        say("dsv4doctor: interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
         return _BROKEN_PIPE
@@ -451,4 +382,4 @@ def _broken(state: dict[str, Any], error: Exception) -> int:
 
 def _complain(message: str, hint: str | None) -> None:
     text = " ".join(f"{message}{f' ({hint})' if hint else ''}".split())
-    _say(f"dsv4doctor: {text}")
+    say(f"dsv4doctor: {text}")

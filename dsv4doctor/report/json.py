@@ -32,7 +32,7 @@ def render_error(error: DoctorError) -> str:
 
 
 def render_failure(kind: str, message: str, hint: str | None) -> str:
-    empty = {
+    empty: dict[str, Any] = {
         "sglang": None,
         "arch": None,
         "arch_source": None,
@@ -166,7 +166,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _location(location: Location | None) -> dict[str, Any] | None:
-    return None if location is None else jsonio.to_plain(location)
+    return None if location is None else dict(jsonio.to_plain(location))
 
 
 def _sglang_error(error: SglangError) -> dict[str, Any]:
@@ -217,4 +217,5 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    return jsonio.to_plain(step)
+    plain: dict[str, Any] = jsonio.to_plain(step)
+    return plain

@@ -1,0 +1,82 @@
+"""What the command line reads and writes: the report, and the progress on standard error.
+
+rich is imported only where there is a terminal to draw on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+from dsv4doctor.errors import UsageError
+
+
+def width(is_terminal: bool) -> int:
+    """The terminal's columns, else COLUMNS, else 100."""
+    columns = shutil.get_terminal_size((100, 24)).columns
+    if not is_terminal:
+        columns = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 100
+    return max(40, columns)
+
+
+def deliver(text: str, output: str | None) -> None:
+    """To standard output, or as the file `output`, which appears whole or not at all."""
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    folder = os.path.dirname(os.path.abspath(output))
+    try:
+        handle, scratch = tempfile.mkstemp(dir=folder, prefix=".dsv4doctor-")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(scratch, 0o666 & ~umask)
+            os.replace(scratch, output)
+        except BaseException:
+            os.unlink(scratch)
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"--output {output}: cannot be written ({error.strerror})", "give another file"
+        ) from error
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class Progress:
+    """A spinner and a download bar on standard error, on a terminal only."""
+
+    def __enter__(self) -> Progress:
+        self._bar: Any = None
+        self._task: Any = None
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.progress import BarColumn, SpinnerColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24))
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("reading the facts", total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def phase(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, total=None, completed=0)
+
+    def download(self, done: int, total: int | None) -> None:
+        if self._bar is not None:
+            text = f"fetching SGLang, {done / 1e6:.0f} MB"
+            self._bar.update(self._task, description=text, total=total, completed=done)
