@@ -1,0 +1,1 @@
+"""Functions with the interface that SGLang calls, one file per operation."""

@@ -1,0 +1,1 @@
+"""Float32 references of the kernels, in plain torch."""
