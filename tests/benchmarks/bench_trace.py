@@ -24,6 +24,12 @@ FLAGS = (
 )
 
 
+# Installed packages have their bytecode; a setting of the machine must not take it away here.
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+}
+
+
 @dataclass(frozen=True)
 class Bar:
     name: str
@@ -78,7 +84,9 @@ def measure(model: Path, sglang: str, runs: int) -> list[Bar]:
 def seconds(command: list[str]) -> float:
     """Wall time of one whole process, which has to succeed."""
     started = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
     return time.perf_counter() - started
 
 
@@ -94,7 +102,11 @@ def peak_mb(command: list[str]) -> float:
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     output = subprocess.run(
-        [sys.executable, "-c", code, *command], check=True, capture_output=True, text=True
+        [sys.executable, "-c", code, *command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
     ).stdout
     unit = 1 if sys.platform == "darwin" else 1024
     return int(output) * unit / 1e6
