@@ -12,11 +12,15 @@ from dsv4doctor.errors import DoctorError
 from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.facts.snapshot import redacted_flags
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
-from dsv4doctor.models import Alternative, Layer, Role, Trace, Verdict
+from dsv4doctor.models import Alternative, Layer, Role, StoredFormat, Trace, Verdict
 from dsv4doctor.verdicts import drops_clamp
 
-BACKENDS = ("marlin", "flashinfer_cutlass", "flashinfer_mxfp4", "triton")
-"""What is tried, in this order: the backends that some release runs V4's experts with on sm_12x."""
+_BACKENDS = {
+    StoredFormat.NVFP4: ("flashinfer_cutlass", "marlin"),
+    StoredFormat.MXFP4: ("flashinfer_mxfp4", "marlin"),
+    StoredFormat.FP8_BLOCK: ("triton", "cutlass"),
+}
+"""By stored format, the backends that some release runs such experts with on sm_12x."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,24 @@ class Candidate:
     flags: tuple[str, ...]
 
 
-def candidates(trace: Trace, flags: Sequence[str], *, clamp_lost: bool) -> tuple[Candidate, ...]:
+def candidates(
+    trace: Trace, flags: Sequence[str], stored: StoredFormat | None, *, clamp_lost: bool
+) -> tuple[Candidate, ...]:
     """What is worth trying in place of `flags`, which resolved to `trace`.
 
-    `clamp_lost`: the main experts run, without the model's SwiGLU clamp.
+    `stored`: the format of the main experts.  `clamp_lost`: they run, without the model's SwiGLU
+    clamp.
     """
+    backends = _BACKENDS.get(stored, ()) if stored else ()
     found: dict[tuple[str, ...], Candidate] = {tuple(sorted(flags)): Candidate("", ())}
-    for candidate in _candidates(trace, tuple(flags), clamp_lost):
+    for candidate in _candidates(trace, tuple(flags), backends, clamp_lost):
         found.setdefault(tuple(sorted(candidate.flags)), candidate)
     return tuple(found.values())[1:]
 
 
-def _candidates(trace: Trace, flags: tuple[str, ...], clamp_lost: bool) -> Iterator[Candidate]:
+def _candidates(
+    trace: Trace, flags: tuple[str, ...], backends: tuple[str, ...], clamp_lost: bool
+) -> Iterator[Candidate]:
     main, draft = trace.of(Role.MAIN), trace.of(Role.DRAFT)
     draft_fails = any(layer.verdict is Verdict.FAILS for layer in draft)
     main_fails = not main or any(layer.verdict is Verdict.FAILS for layer in main)
@@ -44,14 +54,17 @@ def _candidates(trace: Trace, flags: tuple[str, ...], clamp_lost: bool) -> Itera
     # A draft decided without any argument: no flag can change it, so speculation has to go.
     fixed_draft = draft_fails and not any(layer.flags_consulted for layer in draft)
     plain = without_speculation(flags)
-    base, suffix = (plain, ", without speculative decoding") if fixed_draft else (flags, "")
     if fixed_draft:
         yield Candidate("the same flags without speculative decoding", plain)
     if main_fails or clamp_lost or (draft_fails and not fixed_draft):
-        for backend in BACKENDS:
-            changed = (*without(base, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
-            yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", changed)
-    elif speculates and not fixed_draft:
+        bases = [] if fixed_draft else [(flags, "")]
+        if fixed_draft or (speculates and not draft):
+            bases.append((plain, ", without speculative decoding"))
+        for base, suffix in bases:
+            for backend in backends:
+                changed = (*without(base, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
+                yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", changed)
+    elif draft_fails or any(error.phase == "draft" for error in trace.errors):
         yield Candidate("the same flags without speculative decoding", plain)
 
 

@@ -119,7 +119,8 @@ def _of_roles(trace: Trace, roles: Sequence[Role]) -> Trace:
 
 
 def _needs_another(trace: Trace) -> bool:
-    return bool(trace.errors) or any(layer.verdict is Verdict.FAILS for layer in trace.layers)
+    in_a_model = any(error.phase != "arguments" for error in trace.errors)
+    return in_a_model or any(layer.verdict is Verdict.FAILS for layer in trace.layers)
 
 
 def _alternatives(
@@ -133,7 +134,8 @@ def _alternatives(
     lost = has_clamp and any(
         drops_clamp(layer, text_at(texts, layer)) for layer in trace.of(Role.MAIN)
     )
-    options = candidates(trace, request.launch.flags, clamp_lost=lost)
+    stored = next((layer.stored_format for layer in request.checkpoint.main_layers), None)
+    options = candidates(trace, request.launch.flags, stored, clamp_lost=lost)
     if not options:
         return ()
     if progress is not None:

@@ -91,8 +91,11 @@ def command(facts: Facts, flags: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def way_out(facts: Facts, layer: Layer) -> Remedy:
-    """What to do about routed experts that cannot run: what was traced and does run."""
+def way_out(facts: Facts, layer: Layer | None) -> Remedy:
+    """What to do about routed experts that cannot run: what was traced and does run.
+
+    `layer` is None when SGLang stopped before there was one.
+    """
     working = [option for option in facts.alternatives if option.problem is None]
     failing = [option for option in facts.alternatives if option.problem is not None]
     version = facts.trace.sglang.version if facts.trace else "this release"
@@ -103,12 +106,15 @@ def way_out(facts: Facts, layer: Layer) -> Remedy:
     if failing:
         reasons = "; ".join(f"{option.change} ({option.problem})" for option in failing)
         sentences.append(f"Does not help: {reasons}.")
-    if layer.role is Role.DRAFT and not layer.flags_consulted:
+    is_draft = layer is not None and layer.role is Role.DRAFT
+    if layer is not None and is_draft and not layer.flags_consulted:
         sentences.append(_PATCH_ONLY)
-    if layer.role is Role.DRAFT and not facts.alternatives:
+    if is_draft and not facts.alternatives:
         sentences.append("Without the --speculative-* flags there is no draft model to fail.")
     if _is_hybrid(facts):
         sentences.append(_ORIGINAL)
+    if not sentences:
+        sentences.append("Change the flag or the file that the message names.")
     return Remedy("\n".join(sentences), tuple(command(facts, option.flags) for option in working))
 
 

@@ -45,7 +45,9 @@ def check(facts: Facts) -> Iterator[Finding]:
                 f"the deciding code read {consulted}",
             ),
             locations=(layer.decided_at,),
-            remedy=Remedy(f"See the branches taken: `dsv4doctor trace-moe --why` ({RULE.id})."),
+            remedy=Remedy(
+                f"See every branch taken: `dsv4doctor trace-moe --{layer.role.value} --why`."
+            ),
         )
 
 

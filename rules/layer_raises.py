@@ -47,7 +47,7 @@ def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None
         consequence=f"The server never answers: SGLang raises this {_when(error.phase)}.",
         evidence=tuple(evidence),
         locations=(error.at,) if error.at else (),
-        remedy=way_out(facts, layer) if layer is not None else None,
+        remedy=way_out(facts, layer),
     )
 
 

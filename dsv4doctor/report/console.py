@@ -228,12 +228,13 @@ def _short(location: Location | None) -> str:
 
 def _findings(report: Report) -> Iterator[RenderableType]:
     findings = sorted(report.findings, key=lambda found: list(Severity).index(found.severity))
-    if not findings:
+    if findings:
+        yield Text(f"Findings: {summary(report)}", style="bold")
+    else:
         yield Text("No findings.", style="green")
-    for index, finding in enumerate(findings):
-        if index:
-            yield Text()
-        yield _finding(finding)
+    for finding in findings:
+        yield Text()
+        yield Padding(_finding(finding), (0, 0, 0, 2))
     for result in report.results:
         if result.outcome is Outcome.CRASH:
             yield Text(f"rule {result.rule} crashed: {result.reason}", style="bold red")
@@ -277,7 +278,7 @@ def _step(step: Step) -> RenderableType:
         taken = {True: "yes", False: "no", None: "?"}[branch.taken]
         lines.append(
             Padding(
-                Text(f"{branch.location.line}: {branch.condition}  {taken}", overflow="fold"),
+                Text(f"{_short(branch.location)}  {branch.condition}  {taken}", overflow="fold"),
                 (0, 0, 0, 2),
             )
         )

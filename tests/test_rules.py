@@ -1,0 +1,105 @@
+"""Every rule against the examples beside it, and the engine that runs them."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4doctor.audit import run_rules
+from dsv4doctor.models import Alternative, Facts, Outcome, Severity, Verdict
+from dsv4doctor.rules import MODULES, RULES
+from dsv4doctor.rules.rule import FACTS, Example, Rule
+from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
+
+ROOT = Path(__file__).parent.parent
+_CASES = [(module.RULE, example) for module in MODULES for example in module.EXAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("rule", "example"), _CASES, ids=[f"{rule.id}-{example.title}" for rule, example in _CASES]
+)
+def test_example(rule: Rule, example: Example) -> None:
+    (result,) = run_rules([rule], example.facts)
+    assert tuple(finding.subject for finding in result.findings) == example.expect
+    assert result.outcome is (Outcome.FINDING if example.expect else Outcome.PASS)
+    for finding in result.findings:
+        assert finding.rule == rule.id
+        assert list(Severity).index(finding.severity) >= list(Severity).index(rule.severity)
+        assert finding.message.endswith(".")
+        assert finding.consequence.endswith(".")
+        assert finding.remedy is not None
+
+
+@pytest.mark.parametrize("module", MODULES, ids=[module.RULE.id for module in MODULES])
+def test_rule_is_complete(module: object) -> None:
+    rule, examples = module.RULE, module.EXAMPLES  # type: ignore[attr-defined]
+    assert any(example.expect for example in examples)
+    assert any(not example.expect for example in examples)
+    assert set(rule.reads) <= set(FACTS)
+    assert f"## {rule.id}: {rule.title}" in (ROOT / "docs" / "rules.md").read_text("utf-8")
+
+
+def test_ids_are_unique_and_every_rule_file_is_registered() -> None:
+    assert len({rule.id for rule in RULES}) == len(RULES)
+    helpers = {"__init__", "common", "rule", "samples", "sm100_only"}
+    files = {path.stem for path in (ROOT / "rules").glob("*.py")} - helpers
+    assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
+
+
+def test_draft_finding_tells_the_whole_story() -> None:
+    both = ("--moe-runner-backend", "triton", "--speculative-moe-runner-backend", "triton")
+    tried = (
+        Alternative("--moe-runner-backend marlin", ("--moe-runner-backend", "marlin"), None),
+        Alternative("--moe-runner-backend flashinfer_cutlass", ("x",), "drops swiglu_limit"),
+    )
+    sample = replace(facts("sm_120", [DRAFT_TRTLLM], flags=both), alternatives=tried)
+    results = {result.rule: result for result in run_rules(RULES, sample)}
+    (finding,) = results["DSV102"].findings
+    assert finding.severity is Severity.ERROR
+    assert "Mxfp4FlashinferTrtllmMoEMethod" in finding.message
+    assert "SM100-only" in finding.message
+    assert "modelopt_quant.py:1389" in finding.message
+    assert "dies in trtllm_fp4_block_scale" in finding.consequence
+    assert any(
+        "--moe-runner-backend triton and --speculative-moe-runner-backend triton were not "
+        "consulted" in line
+        for line in finding.evidence
+    )
+    assert finding.remedy is not None
+    assert "runs: --moe-runner-backend marlin." in finding.remedy.text
+    assert "flashinfer_cutlass (drops swiglu_limit)" in finding.remedy.text
+    assert finding.remedy.commands == (
+        "python -m sglang.launch_server --model-path model --moe-runner-backend marlin",
+    )
+    (ignored,) = results["DSV103"].findings
+    assert ignored.severity is Severity.WARNING
+
+
+def test_an_ignored_flag_on_a_layer_that_runs_is_only_information() -> None:
+    flags = ("--moe-runner-backend", "triton")
+    sample = facts("sm_100", [DRAFT_TRTLLM], flags=flags)
+    assert sample.trace is not None
+    assert sample.trace.layers[0].verdict is Verdict.RUNS
+    findings = [found for result in run_rules(RULES, sample) for found in result.findings]
+    assert [(found.rule, found.severity) for found in findings] == [("DSV103", Severity.INFO)]
+
+
+def test_a_missing_fact_skips_with_its_reason_and_is_no_pass() -> None:
+    sample = facts("sm_120", [*MAIN_TRTLLM])
+    sample = replace(sample, trace=None, trace_failure="the worker was killed")
+    results = {result.rule: result for result in run_rules(RULES, sample)}
+    assert results["DSV101"].outcome is Outcome.SKIP
+    assert results["DSV101"].reason == "the worker was killed"
+    assert results["DSV104"].outcome is Outcome.PASS  # reads the checkpoint only
+
+
+def test_a_rule_that_crashes_leaves_the_others_alone() -> None:
+    def check(facts: Facts) -> itertools.chain[object]:
+        raise KeyError("absent")
+
+    broken = replace(RULES[0], id="DSV999", check=check)
+    results = run_rules([broken, *RULES], facts("sm_120", [*MAIN_TRTLLM]))
+    assert results[0].outcome is Outcome.CRASH
+    assert results[0].reason == "KeyError: 'absent'"
+    assert [result.outcome for result in results[1:3]] == [Outcome.FINDING, Outcome.PASS]

@@ -1,0 +1,107 @@
+"""Which kernels exist for which GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4doctor.folding import fold
+from dsv4doctor.models import ARCHS, Kernel, Layer, SglangError, Verdict
+from dsv4doctor.rules.samples import (
+    CALL_WITH_CLAMP,
+    CALL_WITHOUT_CLAMP,
+    DRAFT_TRTLLM,
+    MAIN_CUTLASS,
+    MAIN_NVFP4_CUTLASS,
+    MAIN_TRTLLM,
+)
+from dsv4doctor.verdicts import drops_clamp, judge, known_kernels
+
+_R, _F, _U = Verdict.RUNS, Verdict.FAILS, Verdict.UNKNOWN
+
+
+def _reaching(symbol: str, layer: Layer = MAIN_TRTLLM[0]) -> Layer:
+    return replace(layer, kernel=Kernel(symbol, None))
+
+
+_TRTLLM = "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe"
+
+
+@pytest.mark.parametrize(
+    ("symbol", "verdicts"),
+    [
+        (_TRTLLM, [_F, _R, _R, _F, _F]),
+        ("flashinfer.fused_moe.trtllm_fp8_block_scale_moe", [_F, _R, _R, _F, _F]),
+        (
+            "torch.ops.sglang.trtllm_fp8_block_scale_routed_moe_out_wrapper",
+            [_F, _R, _R, _F, _F],
+        ),
+        ("torch.ops.sglang.cutlass_fp4_group_mm", [_F, _R, _R, _R, _R]),
+        ("jit:moe_wna16_marlin.bf16_t.false.false.moe_wna16_marlin_gemm", [_R] * 5),
+        ("triton:sglang.kernels.ops.moe.fused_moe_triton_kernels.fused_moe_kernel", [_R] * 5),
+        # The first kernel of DeepGEMM's path: what it is about comes later.
+        (
+            "triton:sglang.kernels.ops.moe.ep_moe_kernels.fused_moe_dispatch_index_triton_kernel",
+            [_U] * 5,
+        ),
+        ("deep_gemm.fp8_m_grouped_gemm_nt_masked", [_U] * 5),
+        ("something.entirely_new", [_U] * 5),
+    ],
+)
+def test_verdict_by_architecture(symbol: str, verdicts: list[Verdict]) -> None:
+    assert [judge(_reaching(symbol), arch).verdict for arch in ARCHS.values()] == verdicts
+
+
+def test_cutlass_moe_depends_on_the_method_and_on_how_it_is_called() -> None:
+    def verdicts(layer: Layer, call: str) -> list[Verdict]:
+        return [judge(layer, arch, call).verdict for arch in ARCHS.values()]
+
+    nvfp4, mxfp4 = MAIN_NVFP4_CUTLASS[0], MAIN_CUTLASS[0]
+    assert verdicts(nvfp4, CALL_WITHOUT_CLAMP) == [_F, _R, _R, _R, _R]
+    assert verdicts(mxfp4, "moe(use_mxfp8_act_scaling=flag)") == [_R, _F, _F, _R, _R]
+    # The SM90-only form of older releases must not pass for the SM120 one.
+    assert verdicts(mxfp4, "moe(use_w4_group_scaling=True)") == [_R, _F, _F, _F, _F]
+    assert verdicts(mxfp4, "") == [_U] * 5
+
+
+def test_an_exception_of_sglang_fails_whatever_the_kernel() -> None:
+    error = SglangError(
+        "main weights", "RuntimeError", "MXFP4 Marlin requires SM90 or SM120.", None
+    )
+    layer = judge(replace(MAIN_CUTLASS[0], error=error), ARCHS["sm_100"])
+    assert layer.verdict is Verdict.FAILS
+    assert layer.reason == "SGLang raises RuntimeError: MXFP4 Marlin requires SM90 or SM120."
+
+
+def test_no_kernel_keeps_the_reason_of_the_trace() -> None:
+    layer = replace(DRAFT_TRTLLM, kernel=None, reason="KeyError: 'x' (raised in y.py)")
+    assert judge(layer, ARCHS["sm_100"]).verdict is Verdict.UNKNOWN
+    assert judge(layer, ARCHS["sm_100"]).reason == "KeyError: 'x' (raised in y.py)"
+
+
+def test_clamp_is_dropped_only_where_that_is_proved() -> None:
+    layer = MAIN_NVFP4_CUTLASS[0]
+    assert drops_clamp(layer, CALL_WITHOUT_CLAMP)
+    assert not drops_clamp(layer, CALL_WITH_CLAMP)
+    assert not drops_clamp(layer, "")
+    assert drops_clamp(_reaching("torch.ops.sglang.cutlass_fp4_group_mm"), "")
+    assert not drops_clamp(_reaching(_TRTLLM), CALL_WITHOUT_CLAMP)
+
+
+def test_every_row_is_cited() -> None:
+    assert all(row.sources and row.name for row in known_kernels())
+    assert all(row.archs or row.minimum for row in known_kernels())
+
+
+def test_only_identical_neighbours_fold() -> None:
+    odd = replace(MAIN_TRTLLM[1], runner_backend="marlin")
+    ranges = fold([MAIN_TRTLLM[0], odd, MAIN_TRTLLM[2], DRAFT_TRTLLM])
+    assert [item.name for item in ranges] == [
+        "model.layers.0.mlp.experts",
+        "model.layers.1.mlp.experts",
+        "model.layers.2.mlp.experts",
+        "model.decoder.mlp.experts",
+    ]
+    (whole,) = fold(MAIN_TRTLLM)
+    assert (whole.name, whole.count) == ("model.layers.0-2.mlp.experts", 3)
+    gap = fold([MAIN_TRTLLM[0], MAIN_TRTLLM[2]])
+    assert [item.count for item in gap] == [1, 1]
