@@ -10,7 +10,8 @@ from dsv4doctor.models import Facts, Finding, Kernel, Remedy, Severity, Verdict
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import MAIN_CUTLASS, facts
 
-_REMEDY = Remedy("Start the server once to know; --strict makes this count as undetermined.")
+_STOPPED = Remedy("Trace it with the Python of the serving environment: --python INTERPRETER.")
+_UNKNOWN = Remedy("Start the server once to know; --strict makes this count as undetermined.")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -24,7 +25,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             message=f"The trace stopped short: {reason}.",
             consequence="What comes after this point was not looked at.",
             evidence=(),
-            remedy=_REMEDY,
+            remedy=_STOPPED,
         )
     for layers in fold(facts.trace.layers):
         layer = layers.layer
@@ -38,7 +39,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                 consequence="Nothing is promised for these layers.",
                 evidence=(f"reaches {kernel.symbol}",) if kernel else (),
                 locations=(kernel.call_site,) if kernel and kernel.call_site else (),
-                remedy=_REMEDY,
+                remedy=_UNKNOWN,
             )
 
 
