@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -92,10 +93,20 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     # What is cheap and most often missing is asked for first.
     gpus = saved.gpu if saved else read_gpus()
     arch, arch_source, gpu = _arch(options, gpus, saved is not None, launch, notes)
-    checkpoint, model_path = _checkpoint(options, saved, launch, environment)
+    is_saved = saved is not None and saved.checkpoint is not None and options.model is None
+    model_path = None if is_saved else _model_path(options, launch, environment)
     interpreter = _interpreter(options, launch, notes)
     variables = {**environment, **launch.environment}
-    tree, stack = _tree(options, saved, interpreter, variables, download)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        # Most of it is waiting: for the target interpreter's answer, or for a download.
+        tree_and_stack = beside.submit(_tree, options, saved, interpreter, variables, download)
+        if model_path is not None:
+            checkpoint = read_checkpoint(model_path, default_cache() / "checkpoints")
+        else:
+            assert saved is not None and saved.checkpoint is not None
+            checkpoint = saved.checkpoint
+            model_path = _materialised(checkpoint, default_cache())
+        tree, stack = tree_and_stack.result()
     snapshot = take(
         gpu=gpus,
         sglang=tree,
@@ -132,7 +143,8 @@ def facts_of_machine(options: Options, download: Download | None = None) -> Snap
     variables = {**environment, **(launch.environment if launch else {}), **_pairs(options.env)}
     checkpoint = None
     if launch is not None and launch.model is not None:
-        checkpoint, _ = _checkpoint(options, None, launch, environment)
+        path = _model_path(options, launch, environment)
+        checkpoint = read_checkpoint(path, default_cache() / "checkpoints")
     interpreter = _interpreter(options, launch, [])
     if options.sglang is not None:
         tree: SglangTree | None = _named_tree(options.sglang, interpreter, download)
@@ -179,20 +191,14 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _checkpoint(
-    options: Options, saved: Snapshot | None, launch: Launch, environment: Mapping[str, str]
-) -> tuple[Checkpoint, Path]:
-    """The facts of the checkpoint, and the folder that SGLang will read."""
-    cache = default_cache()
-    if saved is not None and saved.checkpoint is not None and options.model is None:
-        return saved.checkpoint, _materialised(saved.checkpoint, cache)
+def _model_path(options: Options, launch: Launch, environment: Mapping[str, str]) -> Path:
+    """The folder of the launch's model on this machine."""
     if launch.model is None:
         raise UsageError(
             f"{launch.source}: names no model" if options.launch else "no MODEL given",
             "give a checkpoint folder or a Hugging Face id: dsv4doctor check MODEL",
         )
-    path = resolve_model(launch.model, {**environment, **launch.environment})
-    return read_checkpoint(path, cache / "checkpoints"), path
+    return resolve_model(launch.model, {**environment, **launch.environment})
 
 
 def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
