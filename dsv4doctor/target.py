@@ -93,19 +93,17 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     # What is cheap and most often missing is asked for first.
     gpus = saved.gpu if saved else read_gpus()
     arch, arch_source, gpu = _arch(options, gpus, saved is not None, launch, notes)
-    is_saved = saved is not None and saved.checkpoint is not None and options.model is None
-    model_path = None if is_saved else _model_path(options, launch, environment)
+    kept = saved.checkpoint if saved is not None and options.model is None else None
+    if kept is None:
+        model_path = _model_path(options, launch, environment)
+    else:
+        model_path = _materialised(kept, default_cache())
     interpreter = _interpreter(options, launch, notes)
     variables = {**environment, **launch.environment}
     with ThreadPoolExecutor(max_workers=1) as beside:
         # Most of it is waiting: for the target interpreter's answer, or for a download.
         tree_and_stack = beside.submit(_tree, options, saved, interpreter, variables, download)
-        if model_path is not None:
-            checkpoint = read_checkpoint(model_path, default_cache() / "checkpoints")
-        else:
-            assert saved is not None and saved.checkpoint is not None
-            checkpoint = saved.checkpoint
-            model_path = _materialised(checkpoint, default_cache())
+        checkpoint = kept or read_checkpoint(model_path, default_cache() / "checkpoints")
         tree, stack = tree_and_stack.result()
     snapshot = take(
         gpu=gpus,
