@@ -108,9 +108,12 @@ def _bmm_kernel(
     tl.store(at, acc, mask=(m < rows)[:, None] & (n < cols)[None, :])
 
 
-_MIX_BLOCK_M = 16
+# Rows of one program: 32 from 512 rows on, for half the reads of fn.  Never 64: that would be
+# another instruction on sm_90 and other bits for the same row.
+_MIX_BLOCK_M = (16, 32)
+_MIX_MANY_ROWS = 512
 _MIX_BLOCK_K = 128
-_MIX_SLICES = (64, 32, 16, 8, 4, 2, 1)
+_MIX_SLICES = (64, 56, 40, 32, 16, 8, 4, 2, 1)
 _BMM_BLOCKS = (64, 64, 64)
 
 
@@ -142,9 +145,10 @@ def hc_mix(x: torch.Tensor, fn: torch.Tensor, eps: float, terms: int = 2) -> tor
     slices, pad = _slices(depth), max(16, triton.next_power_of_2(mixes))
     part = torch.empty((slices, rows, pad), dtype=torch.float32, device=x.device)
     square = torch.empty((slices, rows), dtype=torch.float32, device=x.device)
-    _mix_kernel[(triton.cdiv(rows, _MIX_BLOCK_M), slices)](
+    block_m = _MIX_BLOCK_M[rows >= _MIX_MANY_ROWS]
+    _mix_kernel[(triton.cdiv(rows, block_m), slices)](
         x, fn, part, square, rows, depth // slices, x.stride(0), fn.stride(0),
-        MIX=mixes, MIX_PAD=pad, TERMS=terms, BLOCK_M=_MIX_BLOCK_M, BLOCK_K=_MIX_BLOCK_K,
+        MIX=mixes, MIX_PAD=pad, TERMS=terms, BLOCK_M=block_m, BLOCK_K=_MIX_BLOCK_K,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     _mix_merge_kernel[(rows,)](
@@ -188,13 +192,15 @@ def compile_cases(arch: str) -> Sequence[CompileCase]:
     """Both operations with each number of terms."""
     cases = []
     types = {"x_ptr": "*bf16", "w_ptr": "*fp32", "part_ptr": "*fp32", "square_ptr": "*fp32"}
-    for terms in (1, 2, 3):
-        constexprs = {
-            "MIX": 24, "MIX_PAD": 32, "TERMS": terms, "BLOCK_M": _MIX_BLOCK_M,
-            "BLOCK_K": _MIX_BLOCK_K,
-        }  # fmt: skip
-        aligned = (*types, "slice_k", "stride_x", "stride_w")
-        cases.append(_compile_case(f"mix {terms}", _mix_kernel, types, constexprs, 4, 3, aligned))
+    aligned = (*types, "slice_k", "stride_x", "stride_w")
+    for block_m in _MIX_BLOCK_M:
+        for terms in (1, 2, 3):
+            constexprs = {
+                "MIX": 24, "MIX_PAD": 32, "TERMS": terms, "BLOCK_M": block_m,
+                "BLOCK_K": _MIX_BLOCK_K,
+            }  # fmt: skip
+            name = f"mix M{block_m} terms {terms}"
+            cases.append(_compile_case(name, _mix_kernel, types, constexprs, 4, 3, aligned))
     types = {"part_ptr": "*fp32", "square_ptr": "*fp32", "out_ptr": "*fp32"}
     types |= {"inverse_k": "fp32", "eps": "fp32"}
     constexprs = {"MIX": 24, "MIX_PAD": 32, "SLICES": 64, "SLICES_PAD": 64}

@@ -35,10 +35,20 @@ def _bmm_error(batch: int, rows: int, cols: int, depth: int, terms: int) -> Call
     return run
 
 
+def _batch_difference(device: str) -> float:
+    """Elements of single rows that differ in any bit from the same rows in a batch."""
+    x = torch.randn((1100, 4096), device=device).bfloat16()
+    fn = torch.randn((24, 4096), device=device)
+    whole = hc_mix(x, fn, EPS)
+    rows = (0, 31, 700, 1099)
+    return float(sum((hc_mix(x[r : r + 1], fn, EPS)[0] != whole[r]).sum().item() for r in rows))
+
+
 def checks(bar: float) -> Sequence[Check]:
     """`bar` is what the default of `hc_mix` has to keep at the model's depths."""
     depth = 16384 if torch.cuda.is_available() else 1024
-    result = [Check(f"mix K={depth}, default", bar, _mix_error(7, depth, 24, 2))]
+    result = [] if depth < 4096 else [Check("mix, bits in a batch", 0.0, _batch_difference)]
+    result += [Check(f"mix K={depth}, default", bar, _mix_error(7, depth, 24, 2))]
     for terms, mix_bar in MIX_BARS.items():
         result.append(Check(f"mix {terms} terms", mix_bar, _mix_error(33, depth, 24, terms)))
     for terms, bmm_bar in BMM_BARS.items():

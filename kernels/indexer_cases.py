@@ -36,6 +36,27 @@ def _buffer_error(device: str) -> float:
     return worst
 
 
+def _replay_error(device: str) -> float:
+    """Captured once with a kept and with a fresh tensor, then replayed with other lengths."""
+    inputs = reference.random_inputs(3, 64, 4096, [4096, 0, 77], 64, device)
+    inputs[4].clamp_(max=63)
+    buffer = LogitsBuffer.empty(3, 4096, device)
+    indexer_logits(*inputs, out=buffer)
+    indexer_logits(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = indexer_logits(*inputs, out=buffer)
+        fresh = indexer_logits(*inputs)
+    worst = 0.0
+    for lengths in ([5, 4096, 64], [1000, 1, 0]):
+        inputs[3].copy_(torch.tensor(lengths))
+        graph.replay()
+        want = reference.indexer_logits(*inputs)
+        worst = max(worst, relative_error(kept, want), relative_error(fresh, want))
+    return worst
+
+
 def checks(bar: float) -> Sequence[Check]:
     """Small shapes where the interpreter runs, up to a million tokens on a GPU."""
     result = [
@@ -46,6 +67,7 @@ def checks(bar: float) -> Sequence[Check]:
     if torch.cuda.is_available():
         lengths = list(range(0, 8190, 117))
         result += [
+            Check("graph replayed with other lengths", bar, _replay_error),
             Check("70 rows up to 8190 tokens", bar, _error(64, 8192, lengths)),
             Check(
                 "a million tokens", bar, _error(64, _MILLION, [_MILLION - 3, 1000], 32768), False
@@ -88,9 +110,7 @@ def bench_cases(device: str) -> Iterator[BenchCase]:
         moved = rows * length * (132 + 4)
         flops = rows * length * 64 * 128 * 2
         name = f"B={rows} limit {width} there {length}"
-        yield BenchCase(
-            f"{name}, kept", _kept(inputs, buffer), peers, moved, flops,
-        )  # fmt: skip
+        yield BenchCase(f"{name}, kept", _kept(inputs, buffer), peers, moved, flops)
         if length == 512:
             moved += rows * (width - length) * 4
             yield BenchCase(f"{name}, fresh", _fresh(inputs), {}, moved, flops)

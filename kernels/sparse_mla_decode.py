@@ -55,17 +55,22 @@ class Config:
     """Cache rows of one step."""
     num_warps: int
     num_stages: int
+    min_splits: int = 1
+    """2: only the form that leaves its result to the merge is offered, the other one spills."""
 
 
 # Per compute capability major, by rising number of heads; the first that has room for all heads
-# is taken.  H200, 2026-11-29, 128 + 512 cache rows, merge included: 16 heads 35 us at 64 rows with
-# (16, 32, 4, 2) against 39 with (16, 64, 8, 2); 64 heads 43 us with (64, 64, 8, 2) against 51 with
-# (64, 32, 8, 2) and 67 with (32, 64, 8, 2).  (64, 64, 8, 2) spills 5 registers outside the dots.
-# sm_12x has no machine here: of the spill-free programs under its 101376 bytes of shared memory
-# the ones that read a cache row for the most heads.
+# is taken.  H200, 2026-11-29, 128 + 512 cache rows, merge included, microseconds:
+#                      (16,32,4,2) (16,32,8,2) (16,16,4,2) (32,32,8,2) (64,32,8,2) (64,64,8,2)
+#   64 rows, 64 heads         97         178         150         107        58.5        43.7
+#   64 rows, 16 heads       32.8        50.4        44.6
+#   1 row,   64 heads        8.5         8.6         9.3        10.1        10.7        12.1
+# (64,64,8,2) spills 5 registers, outside the tile loop's dots.  sm_12x, for which there was no
+# machine, takes the spill-free programs under its 101376 bytes of shared memory that read a
+# cache row for the most heads; two of its 16-head programs of 4 warps would not fit on an SM.
 CONFIGS: dict[int, tuple[Config, ...]] = {
     9: (Config(16, 32, 4, 2), Config(64, 64, 8, 2)),
-    12: (Config(16, 32, 8, 2), Config(32, 16, 8, 2)),
+    12: (Config(16, 32, 8, 2), Config(32, 32, 8, 2, min_splits=2)),
 }
 
 
@@ -103,7 +108,7 @@ def split_count(rows: int, config: Config, num_heads: int, tiles: int, sms: int)
     """Programs per (row, head group): as many as run at once, at least one tile each."""
     groups = triton.cdiv(num_heads, config.block_h)
     at_once = sms * (8 // config.num_warps)
-    return max(1, min(tiles, at_once // (rows * groups), 64))
+    return max(config.min_splits, min(tiles, at_once // (rows * groups), 64))
 
 
 def _check_cache(name: str, cache: torch.Tensor) -> tuple[int, int]:

@@ -185,6 +185,8 @@ def test_splits_fill_the_gpu_once():
     assert kernel.split_count(rows=64, config=small, num_heads=16, tiles=20, sms=132) == 4
     assert kernel.split_count(rows=64, config=large, num_heads=64, tiles=10, sms=132) == 2
     assert kernel.split_count(rows=500, config=large, num_heads=128, tiles=10, sms=132) == 1
+    merged = kernel.Config(32, 32, 8, 2, min_splits=2)
+    assert kernel.split_count(rows=500, config=merged, num_heads=128, tiles=1, sms=132) == 2
 
 
 def test_few_rows_take_the_smaller_head_groups():
