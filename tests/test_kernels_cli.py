@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dsv4doctor.errors import UndeterminedError, UsageError
-from dsv4doctor.kernels import bench, catalog, registry, stamps
+from dsv4doctor.kernels import bench, catalog, registry, stamps, verify
 from dsv4doctor.kernels_cli import kernels_group
 
 DATA = Path(__file__).parent / "data"
@@ -30,6 +30,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(catalog, "FOLDER", DATA)
     for function in (catalog.meta, catalog.source_hash, catalog.source_files):
         monkeypatch.setattr(function, "__defaults__", (DATA,))
+    monkeypatch.setattr(verify.record, "__defaults__", (False, DATA))
     monkeypatch.syspath_prepend(str(DATA))
     monkeypatch.setattr(registry, "load", importlib.import_module)
     monkeypatch.setattr(stamps, "current_platform", lambda device="cuda": HERE)
