@@ -16,7 +16,7 @@ import click
 from dsv4doctor import __version__
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.kernels_cli import kernels_group
-from dsv4doctor.terminal import Progress, deliver, say, width
+from dsv4doctor.terminal import Progress, check_writable, deliver, say, width
 
 if TYPE_CHECKING:
     from dsv4doctor.models import Report
@@ -153,12 +153,14 @@ def _report_options(function: F) -> F:
 
 
 @click.group(
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 wrong usage or unreadable "
     "input, 3 could not be determined.",
 )
 @click.version_option(__version__, prog_name="dsv4doctor")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """A doctor for serving DeepSeek-V4 with SGLang: which kernel every routed-expert layer
     really runs on this GPU, why, and whether that works, before a server is started.
 
@@ -169,6 +171,9 @@ def cli() -> None:
       dsv4doctor trace-moe --draft --why --launch serve.sh
       dsv4doctor snapshot -o box.json --launch serve.sh
     """
+    if ctx.invoked_subcommand is None:
+        say(ctx.get_help())
+        ctx.exit(2)
 
 
 @cli.command(cls=_Command, options_metavar="[OPTIONS]")
@@ -221,7 +226,8 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
     from dsv4doctor.facts.snapshot import text_of
     from dsv4doctor.target import facts_of_machine
 
-    ctx.obj["debug"] = debug
+    ctx.obj.update(debug=debug, output=output)
+    check_writable(output)
     with Progress() as progress:
         taken = facts_of_machine(_options(ctx, options), progress.download)
     deliver(text_of(taken), output)
@@ -263,6 +269,7 @@ def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple
     from dsv4doctor.models import Role, Severity
     from dsv4doctor.target import resolve
 
+    check_writable(options["output"])
     settings = Settings(
         roles=tuple(Role(role) for role in roles),
         with_path=options["why"],
@@ -313,13 +320,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     state: dict[str, Any] = {"debug": False, "format": "console", "output": None}
     try:
         with _broken_pipe_is_quiet():
-            result = cli.main(
-                args=None if arguments is None else list(arguments),
-                prog_name="dsv4doctor",
-                standalone_mode=False,
-                obj=state,
-            )
-        return result if isinstance(result, int) else 0
+            # Not cli.main: it has its own answers to an interrupt and to a reader that left.
+            words = sys.argv[1:] if arguments is None else list(arguments)
+            with cli.make_context("dsv4doctor", words, obj=state) as context:
+                cli.invoke(context)
+        return 0
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
     except DoctorError as error:
         return _failed(state, error)
     except click.ClickException as error:
@@ -381,5 +388,5 @@ def _broken(state: dict[str, Any], error: Exception) -> int:
 
 
 def _complain(message: str, hint: str | None) -> None:
-    text = " ".join(f"{message}{f' ({hint})' if hint else ''}".split())
-    say(f"dsv4doctor: {text}")
+    text = f"{message.rstrip('.')}. {hint[0].upper()}{hint[1:]}" if hint else message
+    say(f"dsv4doctor: {' '.join(text.split())}")

@@ -22,6 +22,17 @@ def width(is_terminal: bool) -> int:
     return max(40, columns)
 
 
+def check_writable(output: str | None) -> None:
+    """UsageError for an output file that cannot be written, before the work is done."""
+    if output is None:
+        return
+    folder = os.path.dirname(os.path.abspath(output))
+    if not os.path.isdir(folder):
+        raise UsageError(f"--output {output}: no folder {folder}", "give another file")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--output {output}: {folder} cannot be written", "give another file")
+
+
 def deliver(text: str, output: str | None) -> None:
     """To standard output, or as the file `output`, which appears whole or not at all."""
     if output is None:
