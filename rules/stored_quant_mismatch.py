@@ -31,21 +31,20 @@ def check(facts: Facts) -> Iterator[Finding]:
 def _contradictions(stored_by: Checkpoint, role: Role, declared: StoredFormat) -> Iterator[Finding]:
     layers = stored_by.main_layers if role is Role.MAIN else stored_by.draft_layers
     others = [
-        layer
-        for layer in layers
-        if layer.stored_format not in (declared, StoredFormat.MISSING, StoredFormat.OTHER)
+        layer for layer in layers if layer.stored_format not in (declared, StoredFormat.MISSING)
     ]
     if not others:
         return
     formats = sorted({layer.stored_format.value for layer in others})
     count = f"{len(others)} of {len(layers)}" if len(others) < len(layers) else f"all {len(layers)}"
+    where = f"in {count} layers" if len(layers) > 1 else "in the one layer it has"
     yield Finding(
         rule=RULE.id,
         severity=Severity.ERROR,
         subject=f"{role.value} routed experts",
         message=(
             f"{stored_by.name} declares {declared.value} for its {role.value} routed experts and "
-            f"stores {both(formats)} in {count} layers."
+            f"stores {both(formats)} {where}."
         ),
         consequence=(
             "SGLang builds the layers for what is declared: loading stops on shapes that do not "
