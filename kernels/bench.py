@@ -75,9 +75,12 @@ def measure_rates(device: str = "cuda") -> Rates:
     """A 1 GiB copy and an 8192 x 8192 x 8192 bf16 matrix product."""
     import torch
 
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
+    source = torch.randn(1 << 28, device=device)
     target = torch.empty_like(source)
-    copy_us = timing.graph_median_us(lambda: target.copy_(source))
+    # Two ways, the faster counts: in a graph `copy_` becomes a copy node, which reaches 2.8 TB/s
+    # on an H200 whose memory gives 4.3.
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    copy_us = min(timing.graph_median_us(copy) for copy in copies)
     size = 8192
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(left)

@@ -35,7 +35,10 @@ from dsv4doctor.kernels.registry import BenchCase, Check, CompileCase, KernelMet
 META = KernelMeta(
     name="sparse_mla_decode",
     title="Sparse MLA decode on the paged FP8 cache",
-    replaces=("sglang.srt.layers.attention.flash_mla_sm120.flash_mla_with_kvcache_sm120",),
+    replaces=(
+        "sglang.srt.layers.attention.flash_mla_sm120.flash_mla_with_kvcache_sm120",
+        "sglang.kernels.ops.attention.flash_mla_sm120.flash_mla_with_kvcache_sm120",
+    ),
     error_bar=1e-2,
     archs=("sm_90", "sm_120", "sm_121"),
 )
@@ -169,7 +172,7 @@ def sparse_mla_decode(
     if dim != HEAD_DIM or q.dtype != torch.bfloat16 or q.stride(2) != 1:
         raise ValueError(f"q: want contiguous bf16 [..., 512], got {q.dtype} {tuple(q.shape)}")
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
-        q = q.contiguous().clone() if q.data_ptr() % 16 else q.contiguous()
+        q = q.clone(memory_format=torch.contiguous_format)
     indices = _check_indices("indices", indices, rows)
     lengths = _check_lengths("lengths", lengths, rows)
     page_size, page_bytes = _check_cache("cache", cache)

@@ -29,6 +29,7 @@ def main(tree: Path, target: Path) -> None:
             ratios = {peer: round(ratio, 1) for peer, ratio in row.ratios.items()}
             print(name, row.case, row.ours_us, row.peers_us, ratios, row.of_floor, row.failures)
     found = bench.document(rows, rates, stamps.current_platform(), version)
+    found["command"] = ["docs/benchmarks/attention_bench.py", "SGLANG_FOLDER", "RESULTS.json"]
     target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
