@@ -63,7 +63,7 @@ def _facts_options(function: F) -> F:
             _option(
                 "--launch",
                 type=click.Path(dir_okay=False),
-                metavar="FILE",
+                metavar="FILE[:LINE]",
                 help="Shell script with the SGLang command. Instead: SGLang's flags after `--`.",
             ),
             _option(

@@ -44,6 +44,7 @@ class Options:
     flags: tuple[str, ...] = ()
     """SGLang's, after `--`."""
     launch: Path | None = None
+    """A script, or `script:LINE` where it holds several SGLang commands."""
     snapshot: Path | None = None
     sglang: str | None = None
     """A folder or a version."""
@@ -169,7 +170,8 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
             "--launch and SGLang flags after `--` are both given", "give one of the two"
         )
     if options.launch is not None:
-        launch = read_script(options.launch, {**environment, **pairs})
+        path, line = _script(options.launch)
+        launch = read_script(path, {**environment, **pairs}, line)
     elif saved is not None and saved.launch is not None and not options.flags:
         launch = replace(saved.launch, environment=usable_environment(saved.launch.environment))
     else:
@@ -177,6 +179,13 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
     if options.model is not None:
         launch = replace(launch, model=options.model)
     return replace(launch, environment={**launch.environment, **pairs})
+
+
+def _script(named: Path) -> tuple[Path, int | None]:
+    text, colon, number = str(named).rpartition(":")
+    if colon and number.isdigit() and not named.exists():
+        return Path(text), int(number)
+    return named, None
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -282,6 +282,18 @@ def test_bad_script(
     assert _SCRIPTS[text] in said
 
 
+def test_script_with_several_commands(
+    in_process: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "serve.sh"
+    launch = "python -m sglang.launch_server --model-path"
+    script.write_text(f"{launch} first/model\n{launch} second/model\n")
+    assert in_process("check", "--launch", script, "--arch", "sm_120") == 2
+    assert "2 SGLang commands" in _one_line(capsys.readouterr().err)
+    assert in_process("check", "--launch", f"{script}:2", "--arch", "sm_120") == 2
+    assert "second/model" in _one_line(capsys.readouterr().err)
+
+
 _USAGE: dict[str, tuple[tuple[str, ...], str]] = {
     "no model": (("check", "--arch", "sm_120"), "no MODEL given"),
     "absent model": (("check", "no-such/model", "--arch", "sm_120"), "no-such/model"),
