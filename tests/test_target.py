@@ -1,0 +1,143 @@
+"""From options to one launch: which GPU, model, interpreter and SGLang are meant."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4doctor import target
+from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.snapshot import text_of
+from dsv4doctor.models import ARCHS, Gpu, GpuFacts, SglangTree
+from dsv4doctor.target import Options, Target, resolve
+
+_PRO = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30)
+_B200 = Gpu(1, "B200", ARCHS["sm_100"], 180 << 30)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The smallest folder that is an SGLang with DeepSeek-V4."""
+    models = tmp_path / "tree" / "sglang" / "srt" / "models"
+    models.mkdir(parents=True)
+    (models / "deepseek_v4.py").touch()
+    (models.parent.parent / "version.py").write_text('__version__ = "0.5.14"\n')
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def look(
+    checkpoint: Callable[..., Path],
+    tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Target]:
+    """`look(gpus, **options)`: the target on a machine with those GPUs."""
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path / "cache"))
+    model = str(checkpoint("nvidia__DeepSeek-V4-Flash-NVFP4", experts=2))
+
+    def resolved(gpus: tuple[Gpu, ...] = (_PRO,), **options: object) -> Target:
+        monkeypatch.setattr(target, "read_gpus", lambda: GpuFacts(gpus, "580.1"))
+        given: dict[str, object] = {"model": model, "sglang": str(tree), **options}
+        return resolve(Options(**given))  # type: ignore[arg-type]
+
+    return resolved
+
+
+def test_the_driver_says_which_gpu(look: Callable[..., Target]) -> None:
+    found = look((_PRO, _PRO))
+    assert (found.arch, found.arch_source) == (ARCHS["sm_120"], "NVML")
+    assert (found.gpu, found.gpu_count) == (_PRO, 2)
+    assert found.notes == ()
+
+
+def test_arch_is_taken_as_said(look: Callable[..., Target]) -> None:
+    other = look((_PRO,), arch="sm_100")
+    assert (other.arch, other.arch_source, other.gpu) == (ARCHS["sm_100"], "--arch", None)
+    assert look((_PRO,), arch="sm_120").gpu == _PRO
+
+
+def test_gpus_of_several_kinds_are_said(look: Callable[..., Target]) -> None:
+    first = look((_PRO, _B200))
+    assert first.arch == ARCHS["sm_120"]
+    (note,) = first.notes
+    assert "B200 (sm_100), RTX PRO 6000 (sm_120)" in note
+    assert "GPU 0 is used" in note
+    assert look((_PRO, _B200), env=("CUDA_VISIBLE_DEVICES=1",)).arch == ARCHS["sm_100"]
+
+
+def test_no_gpu_needs_arch(look: Callable[..., Target]) -> None:
+    with pytest.raises(UsageError, match="no GPU on this machine"):
+        look(())
+    assert look((), arch="sm_121").arch == ARCHS["sm_121"]
+
+
+def test_model_on_the_command_line_replaces_the_scripts(
+    look: Callable[..., Target], tmp_path: Path
+) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text(
+        "export SGLANG_A=1\n/no/such/venv/bin/python -m sglang.launch_server"
+        " --model-path /on/the/server --tp 4\n"
+    )
+    found = look(launch=script, env=("SGLANG_B=2",))
+    assert found.launch.model == str(found.model_path)
+    assert found.launch.flags == ("--tp", "4")
+    assert found.launch.environment == {"SGLANG_A": "1", "SGLANG_B": "2"}
+    assert found.interpreter == Path(sys.executable)
+    assert found.notes == (
+        f"/no/such/venv/bin/python, the Python of {script}, is not on this machine",
+    )
+
+
+def test_python_of_the_script_is_taken_when_it_is_here(
+    look: Callable[..., Target], tmp_path: Path
+) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text(f"{sys.executable} -m sglang.launch_server --model-path x\n")
+    assert look(launch=script).interpreter == Path(sys.executable)
+    assert look(launch=script).notes == ()
+
+
+def test_snapshot_supplies_what_is_not_said(
+    look: Callable[..., Target], tmp_path: Path, tree: Path
+) -> None:
+    here = look((_PRO,), flags=("--tp", "4", "--api-key", "sk-1"))
+    assert here.launch.flags[-1] == "sk-1"
+    file = tmp_path / "box.json"
+    plain = json.loads(text_of(here.snapshot))
+    plain["checkpoint"]["path"] = "/elsewhere"
+    file.write_text(json.dumps(plain))
+    there = look((_B200,), snapshot=file, model=None, sglang=None)
+    assert (there.arch, there.arch_source) == (ARCHS["sm_120"], "snapshot")
+    assert there.launch.flags == ("--tp", "4", "--api-key", "[redacted]")
+    assert there.checkpoint.path == "/elsewhere"
+    assert json.loads((there.model_path / "config.json").read_text()) == here.checkpoint.config
+    assert there.tree.root == str(tree)
+    again = look((_B200,), snapshot=file, model=None, sglang=None)
+    assert again.model_path == there.model_path  # so that the trace's cache key stays
+
+
+def test_another_release_at_the_snapshots_path_is_not_taken(
+    look: Callable[..., Target], tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "box.json"
+    file.write_text(text_of(look((_PRO,)).snapshot))
+    (tree / "sglang" / "version.py").write_text('__version__ = "0.5.99"\n')
+    asked: list[str] = []
+
+    def fetch(version: str, *_: object) -> SglangTree:
+        asked.append(version)
+        return SglangTree(str(tree), version, "wheel")
+
+    monkeypatch.setattr(target, "fetch_tree", fetch)
+    assert look((_PRO,), snapshot=file, model=None, sglang=None).tree.version == "0.5.14"
+    assert asked == ["0.5.14"]
+
+
+@pytest.mark.parametrize("text", ["FOO", "=1", "A B=1", "1A=2"])
+def test_bad_env(look: Callable[..., Target], text: str) -> None:
+    with pytest.raises(UsageError, match="not KEY=VALUE"):
+        look(env=(text,))
