@@ -68,7 +68,7 @@ class Config:
 #   64 rows, 64 heads         97         178         150         107        58.5        43.7
 #   64 rows, 16 heads       32.8        50.4        44.6
 #   1 row,   64 heads        8.5         8.6         9.3        10.1        10.7        12.1
-# (64,64,8,2) spills 5 registers, outside the tile loop's dots.  sm_12x, for which there was no
+# (64,64,8,2) spills 5 registers, outside the tile loop.  sm_12x, for which there was no
 # machine, takes the spill-free programs under its 101376 bytes of shared memory that read a
 # cache row for the most heads; two of its 16-head programs of 4 warps would not fit on an SM.
 CONFIGS: dict[int, tuple[Config, ...]] = {
@@ -114,6 +114,17 @@ def split_count(rows: int, config: Config, num_heads: int, tiles: int, sms: int)
     return max(config.min_splits, min(tiles, at_once // (rows * groups), 64))
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A cache and the lists of its rows, checked."""
+
+    cache: torch.Tensor
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+    page_size: int
+    page_bytes: int
+
+
 def _check_cache(name: str, cache: torch.Tensor) -> tuple[int, int]:
     """(page size, bytes between pages) of a paged cache view."""
     if cache.element_size() != 1 or cache.ndim < 3:
@@ -126,18 +137,37 @@ def _check_cache(name: str, cache: torch.Tensor) -> tuple[int, int]:
     return page_size, page_bytes
 
 
-def _check_indices(name: str, indices: torch.Tensor, rows: int) -> torch.Tensor:
+def _check_rows(
+    prefix: str,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    rows: int,
+) -> _Rows:
+    page_size, page_bytes = _check_cache(f"{prefix}cache", cache)
     if indices.dtype != torch.int32 or indices.ndim != 2 or indices.shape[0] != rows:
         raise ValueError(
-            f"{name}: want int32 [{rows}, k], got {indices.dtype} {tuple(indices.shape)}"
+            f"{prefix}indices: want int32 [{rows}, k], got {indices.dtype} {tuple(indices.shape)}"
         )
-    return indices if indices.stride(1) == 1 else indices.contiguous()
+    if lengths is not None:
+        if lengths.shape != (rows,):
+            raise ValueError(f"{prefix}lengths: want [{rows}], got {tuple(lengths.shape)}")
+        lengths = lengths.contiguous()
+    if indices.stride(1) != 1:
+        indices = indices.contiguous()
+    return _Rows(cache.view(torch.uint8), indices, lengths, page_size, page_bytes)
 
 
-def _check_lengths(name: str, lengths: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    if lengths is not None and lengths.shape != (rows,):
-        raise ValueError(f"{name}: want [{rows}], got {tuple(lengths.shape)}")
-    return None if lengths is None else lengths.contiguous()
+def _check_q(q: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """q with rows that start at multiples of 16 bytes."""
+    _, num_heads, dim = q.shape
+    if dim != HEAD_DIM or q.dtype != torch.bfloat16 or q.stride(2) != 1:
+        raise ValueError(f"q: want contiguous bf16 [..., 512], got {q.dtype} {tuple(q.shape)}")
+    if sink is not None and (sink.shape != (num_heads,) or sink.dtype != torch.float32):
+        raise ValueError(f"sink: want float32 [{num_heads}], got {sink.dtype} {tuple(sink.shape)}")
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
+        return q.clone(memory_format=torch.contiguous_format)
+    return q
 
 
 def sparse_mla_decode(
@@ -168,66 +198,61 @@ def sparse_mla_decode(
     CUDA graph and to replay with other contents of any tensor.  Raises ValueError for shapes or
     types that it does not take.
     """
-    rows, num_heads, dim = q.shape
-    if dim != HEAD_DIM or q.dtype != torch.bfloat16 or q.stride(2) != 1:
-        raise ValueError(f"q: want contiguous bf16 [..., 512], got {q.dtype} {tuple(q.shape)}")
-    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
-        q = q.clone(memory_format=torch.contiguous_format)
-    indices = _check_indices("indices", indices, rows)
-    lengths = _check_lengths("lengths", lengths, rows)
-    page_size, page_bytes = _check_cache("cache", cache)
-    has_extra = extra_cache is not None and extra_indices is not None
-    xindices, xlengths = indices, None
-    xpage_size, xpage_bytes, xdelta, xtopk = page_size, page_bytes, 0, 0
-    if has_extra:
-        xindices = _check_indices("extra_indices", extra_indices, rows)
-        xlengths = _check_lengths("extra_lengths", extra_lengths, rows)
-        xpage_size, xpage_bytes = _check_cache("extra_cache", extra_cache)
-        xdelta = extra_cache.data_ptr() - cache.data_ptr()
-        xtopk = xindices.shape[1]
-    if sink is not None and (sink.shape != (num_heads,) or sink.dtype != torch.float32):
-        raise ValueError(f"sink: want float32 [{num_heads}], got {sink.dtype} {tuple(sink.shape)}")
-
-    major, sms = _device_of(q)
-    config = config or config_for(num_heads, rows, major, sms)
-    groups = triton.cdiv(num_heads, config.block_h)
-    tiles = triton.cdiv(indices.shape[1], config.block_t) + triton.cdiv(xtopk, config.block_t)
+    q = _check_q(q, sink)
+    rows, num_heads, _ = q.shape
+    main = _check_rows("", cache, indices, lengths, rows)
+    extra = None
+    if extra_cache is not None and extra_indices is not None:
+        extra = _check_rows("extra_", extra_cache, extra_indices, extra_lengths, rows)
     out = torch.empty((rows, num_heads, HEAD_DIM), dtype=torch.bfloat16, device=q.device)
     lse = torch.empty((rows, num_heads), dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
-    splits = splits or split_count(rows, config, num_heads, tiles, sms)
-    part, part_lse = out, lse
-    if splits > 1:
-        part = torch.empty((rows, splits, num_heads, HEAD_DIM), dtype=out.dtype, device=q.device)
-        part_lse = torch.empty((rows, splits, num_heads), dtype=torch.float32, device=q.device)
-    decode_kernel[(rows * groups * splits,)](
-        q, _bytes_of(cache), indices, lengths if lengths is not None else indices,
-        xlengths if xlengths is not None else indices,
-        sink if sink is not None else lse, part, part_lse,
-        scale * 1.4426950408889634, num_heads, indices.shape[1], xtopk,
-        page_size, page_bytes, xpage_size, xpage_bytes, xdelta,
-        (xindices.data_ptr() - indices.data_ptr()) // 4,
-        q.stride(0), q.stride(1), indices.stride(0), xindices.stride(0), splits,
-        HAS_LEN=lengths is not None, HAS_XLEN=xlengths is not None, HAS_EXTRA=has_extra,
-        HAS_SINK=sink is not None, SPLIT=splits > 1,
-        BLOCK_H=config.block_h, BLOCK_T=config.block_t,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    major, sms = _device_of(q)
+    config = config or config_for(num_heads, rows, major, sms)
+    if splits is None:
+        lists = (main,) if extra is None else (main, extra)
+        tiles = sum(triton.cdiv(each.indices.shape[1], config.block_t) for each in lists)
+        splits = split_count(rows, config, num_heads, tiles, sms)
+    if splits == 1:
+        _decode(q, main, extra, sink, scale, config, 1, out, lse)
+        return out, lse
+    part = torch.empty((rows, splits, num_heads, HEAD_DIM), dtype=out.dtype, device=q.device)
+    part_lse = torch.empty((rows, splits, num_heads), dtype=torch.float32, device=q.device)
+    _decode(q, main, extra, sink, scale, config, splits, part, part_lse)
+    # Measured at 4096 heads in all: 3.8 us with one program each, 11 to 22 us in quarters.
+    block_d = HEAD_DIM if rows * num_heads >= 4 * sms else 128
+    merge_kernel[(rows * num_heads, HEAD_DIM // block_d)](
+        part, part_lse, sink if sink is not None else lse, out, lse, num_heads, splits,
+        HAS_SINK=sink is not None, SPLITS_PAD=triton.next_power_of_2(splits),
+        BLOCK_D=block_d, num_warps=2 if block_d == HEAD_DIM else 1,
     )  # fmt: skip
-    if splits > 1:
-        # Measured at 4096 heads in all: 3.8 us with one program each, 11 to 22 us in quarters.
-        block_d = HEAD_DIM if rows * num_heads >= 4 * sms else 128
-        merge_kernel[(rows * num_heads, HEAD_DIM // block_d)](
-            part, part_lse, sink if sink is not None else lse, out, lse, num_heads, splits,
-            HAS_SINK=sink is not None, SPLITS_PAD=triton.next_power_of_2(splits),
-            BLOCK_D=block_d, num_warps=2 if block_d == HEAD_DIM else 1,
-        )  # fmt: skip
     return out, lse
 
 
-def _bytes_of(cache: torch.Tensor) -> torch.Tensor:
-    """A view that starts where the cache starts; the kernel needs its address only."""
-    return cache.view(torch.uint8) if cache.dtype != torch.uint8 else cache
+def _decode(
+    q: torch.Tensor, main: _Rows, extra: _Rows | None, sink: torch.Tensor | None, scale: float,
+    config: Config, splits: int, out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """Launches the decode kernel; an argument that is not there is stood in for by `lse`."""
+    rows, num_heads, _ = q.shape
+    other = extra or main
+    decode_kernel[(rows * triton.cdiv(num_heads, config.block_h) * splits,)](
+        q, main.cache, main.indices,
+        lse if main.lengths is None else main.lengths,
+        lse if other.lengths is None else other.lengths,
+        lse if sink is None else sink, out, lse,
+        scale * 1.4426950408889634, num_heads, main.indices.shape[1], other.indices.shape[1],
+        main.page_size, main.page_bytes, other.page_size, other.page_bytes,
+        other.cache.data_ptr() - main.cache.data_ptr(),
+        (other.indices.data_ptr() - main.indices.data_ptr()) // 4,
+        q.stride(0), q.stride(1), main.indices.stride(0), other.indices.stride(0), splits,
+        HAS_LEN=main.lengths is not None,
+        HAS_XLEN=extra is not None and extra.lengths is not None,
+        HAS_EXTRA=extra is not None, HAS_SINK=sink is not None, SPLIT=splits > 1,
+        BLOCK_H=config.block_h, BLOCK_T=config.block_t,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
 
 
 def dequantise_rows(cache: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -238,7 +263,7 @@ def dequantise_rows(cache: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     page_size, page_bytes = _check_cache("cache", cache)
     out = torch.empty((indices.shape[0], HEAD_DIM), dtype=torch.bfloat16, device=cache.device)
     dequantise_kernel[(triton.cdiv(indices.shape[0], 16),)](
-        _bytes_of(cache), indices, out, indices.shape[0], page_size, page_bytes, BLOCK_T=16
+        cache.view(torch.uint8), indices, out, indices.shape[0], page_size, page_bytes, BLOCK_T=16
     )
     return out
 

@@ -51,6 +51,7 @@ def test_every_code_and_scale_decodes_to_the_bit(device):
         pytest.param(3, 5, 40, 70, 128, 2, id="unaligned lists, 128 and 2 a page"),
         pytest.param(2, 33, 33, 0, 64, 64, id="one list, heads over a group"),
         pytest.param(4, 64, 1, 1, 64, 128, id="lists of one"),
+        pytest.param(2, 1, 20, 20, 1, 64, id="one head, one row a page"),
     ],
 )
 def test_matches_the_reference(
