@@ -27,9 +27,8 @@ def ignored_flags(facts: Facts, layer: Layer) -> dict[str, str]:
     """Those of `backend_flags` that the code deciding about `layer` never read."""
     set_flags = backend_flags(facts, layer.role)
     consulted = set(layer.flags_consulted)
-    # The draft's backend starts as the main one's: either of them read means both count.
-    if layer.role is Role.DRAFT and consulted & {_argument(MAIN_FLAG), _argument(DRAFT_FLAG)}:
-        return {}
+    if layer.role is Role.DRAFT and _argument(DRAFT_FLAG) in consulted:
+        return {}  # it stands in for the main flag, which is its default
     return {name: value for name, value in set_flags.items() if _argument(name) not in consulted}
 
 

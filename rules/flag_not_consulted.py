@@ -79,6 +79,15 @@ EXAMPLES = (
         ),
         expect=("model.layers.0-2.mlp.experts",),
     ),
+    Example(
+        "a DSpark draft follows the main flag, not its own",
+        facts(
+            "sm_120",
+            [replace(DRAFT_CUTLASS, flags_consulted=("moe_runner_backend",))],
+            flags=_BOTH,
+        ),
+        expect=("model.decoder.mlp.experts",),
+    ),
     Example("no flag set", facts("sm_120", [*MAIN_TRTLLM, DRAFT_TRTLLM])),
     Example("both read", facts("sm_120", [*MAIN_CUTLASS, DRAFT_CUTLASS], flags=_BOTH)),
     Example(
