@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from dsv4doctor.models import Arch, Layer, Verdict
+from dsv4doctor.models import Arch, Layer, StoredFormat, Verdict
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,9 +58,25 @@ class KnownKernel:
 
 
 @functools.cache
-def known_kernels() -> tuple[KnownKernel, ...]:
+def _table() -> dict[str, Any]:
     text = resources.files("dsv4doctor.rules").joinpath("data/kernels.toml").read_text("utf-8")
-    return tuple(_row(row) for row in tomllib.loads(text)["kernel"])
+    return tomllib.loads(text)
+
+
+@functools.cache
+def known_kernels() -> tuple[KnownKernel, ...]:
+    return tuple(_row(row) for row in _table()["kernel"])
+
+
+def format_needed(layer: Layer) -> StoredFormat | None:
+    """The one stored format that the layer's quant method can use, where that is known and the
+    checkpoint stores another."""
+    for row in _table()["method"]:
+        if fnmatch.fnmatchcase(layer.quant_method or "", row["name"]):
+            needed = StoredFormat(row["stored"])
+            fits = (None, needed, StoredFormat.MISSING, StoredFormat.OTHER)
+            return None if layer.stored_format in fits else needed
+    return None
 
 
 def _row(row: dict[str, Any]) -> KnownKernel:
@@ -102,12 +118,16 @@ def _verdict(layer: Layer, arch: Arch, call_text: str) -> tuple[Verdict, str]:
     if layer.kernel is None:
         return Verdict.UNKNOWN, layer.reason or "the trace reached no kernel for this layer"
     known = known_kernel(layer, call_text)
+    needed = format_needed(layer)
     short = layer.kernel.symbol.rpartition(".")[2]
+    if known is not None and not known.exists_for(arch):
+        return Verdict.FAILS, f"{short} ({known.name}) exists for {known.gpus} only"
+    if needed is not None and layer.stored_format is not None:
+        stored = layer.stored_format.value
+        return Verdict.FAILS, f"{layer.quant_method} needs {needed.value}, stored is {stored}"
     if known is None:
         return Verdict.UNKNOWN, f"not known for which GPUs {short} exists"
-    if known.exists_for(arch):
-        return Verdict.RUNS, f"{short} ({known.name}) exists for {arch.name}"
-    return Verdict.FAILS, f"{short} ({known.name}) exists for {known.gpus} only"
+    return Verdict.RUNS, f"{short} ({known.name}) exists for {arch.name}"
 
 
 def drops_clamp(layer: Layer, call_text: str) -> bool:

@@ -6,6 +6,7 @@ from dsv4doctor.rules import (
     flag_not_consulted,
     layer_raises,
     layer_unknown,
+    method_for_other_format,
     moe_draft_sm100_only,
     moe_main_sm100_only,
     stored_quant_mismatch,
@@ -20,6 +21,7 @@ MODULES = (
     layer_raises,
     layer_unknown,
     swiglu_limit_dropped,
+    method_for_other_format,
 )
 """Every rule's module, in the order of the report: a RULE and its EXAMPLES each."""
 

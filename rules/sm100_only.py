@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsv4doctor.folding import LayerRange, fold
-from dsv4doctor.models import Facts, Finding, Layer, Location, Role, Severity, Verdict
+from dsv4doctor.models import Facts, Finding, Layer, Location, Role, Severity
 from dsv4doctor.rules.common import (
     both,
     call_text,
@@ -23,7 +23,9 @@ def findings(facts: Facts, role: Role, rule: str) -> Iterator[Finding]:
     for layers in fold(facts.trace.of(role)):
         layer = layers.layer
         known = known_kernel(layer, call_text(facts, layer))
-        if known is not None and known.sm100 and layer.verdict is Verdict.FAILS:
+        if layer.error is not None or known is None or not known.sm100:
+            continue
+        if not known.exists_for(facts.arch):
             yield _finding(facts, layers, rule, known.gpus)
 
 

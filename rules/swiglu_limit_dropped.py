@@ -42,7 +42,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             ),
             evidence=(
                 f"config.json: swiglu_limit {limit:g}",
-                f"the call at {described(site)} has no place for it",
+                f"the call at {described(site)} does not pass it",
             ),
             locations=(site,) if site else (),
             remedy=Remedy(

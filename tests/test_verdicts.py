@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dsv4doctor.folding import fold
-from dsv4doctor.models import ARCHS, Kernel, Layer, SglangError, Verdict
+from dsv4doctor.models import ARCHS, Kernel, Layer, SglangError, StoredFormat, Verdict
 from dsv4doctor.rules.samples import (
     CALL_WITH_CLAMP,
     CALL_WITHOUT_CLAMP,
@@ -76,6 +76,17 @@ def test_no_kernel_keeps_the_reason_of_the_trace() -> None:
     layer = replace(DRAFT_TRTLLM, kernel=None, reason="KeyError: 'x' (raised in y.py)")
     assert judge(layer, ARCHS["sm_100"]).verdict is Verdict.UNKNOWN
     assert judge(layer, ARCHS["sm_100"]).reason == "KeyError: 'x' (raised in y.py)"
+
+
+def test_a_method_for_another_stored_format_fails() -> None:
+    layer = replace(MAIN_CUTLASS[0], stored_format=StoredFormat.NVFP4)
+    judged = judge(layer, ARCHS["sm_120"], "moe(use_mxfp8_act_scaling=flag)")
+    assert judged.verdict is Verdict.FAILS
+    assert judged.reason == "Mxfp4FlashinferCutlassMoEMethod needs MXFP4, stored is NVFP4"
+    unknown = replace(layer, kernel=Kernel("brand.new_moe", None))
+    assert judge(unknown, ARCHS["sm_120"]).verdict is Verdict.FAILS
+    missing = replace(MAIN_TRTLLM[0], stored_format=StoredFormat.MISSING)
+    assert judge(missing, ARCHS["sm_100"]).verdict is Verdict.RUNS
 
 
 def test_clamp_is_dropped_only_where_that_is_proved() -> None:
