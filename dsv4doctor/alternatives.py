@@ -13,7 +13,7 @@ from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.facts.snapshot import redacted_flags
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
 from dsv4doctor.models import Alternative, Layer, Role, StoredFormat, Trace, Verdict
-from dsv4doctor.verdicts import drops_clamp
+from dsv4doctor.verdicts import drops_clamp, format_needed
 
 _BACKENDS = {
     StoredFormat.NVFP4: ("flashinfer_cutlass", "marlin"),
@@ -21,6 +21,9 @@ _BACKENDS = {
     StoredFormat.FP8_BLOCK: ("triton", "cutlass"),
 }
 """By stored format, the backends that some release runs such experts with on sm_12x."""
+
+
+_NO_DRAFT = " without speculative decoding"
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,17 @@ def _candidates(
     # A draft decided without any argument: no flag can change it, so speculation has to go.
     fixed_draft = draft_fails and not any(layer.flags_consulted for layer in draft)
     plain = without_speculation(flags)
-    if fixed_draft:
-        yield Candidate("the same flags without speculative decoding", plain)
-    if main_fails or clamp_lost or (draft_fails and not fixed_draft):
-        bases = [] if fixed_draft else [(flags, "")]
-        if fixed_draft or (speculates and not draft):
-            bases.append((plain, ", without speculative decoding"))
-        for base, suffix in bases:
+    bases = [(plain, _NO_DRAFT)] if fixed_draft else [(flags, "")]
+    if not fixed_draft and speculates and (draft_fails or not draft):
+        bases.append((plain, _NO_DRAFT))
+    needs_backend = main_fails or clamp_lost
+    for base, suffix in bases:
+        if base is plain and not main_fails:
+            yield Candidate(f"the same flags{_NO_DRAFT}", plain)
+        if needs_backend or (base is flags and draft_fails):
             for backend in backends:
                 changed = (*without(base, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
                 yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", changed)
-    elif draft_fails or any(error.phase == "draft" for error in trace.errors):
-        yield Candidate("the same flags without speculative decoding", plain)
 
 
 def outcome(
@@ -100,5 +102,7 @@ def _trouble(layer: Layer) -> str:
         return f"SGLang raises {layer.error.type}"
     if layer.verdict is Verdict.UNKNOWN:
         return f"unknown: {layer.reason}"
+    if format_needed(layer) is not None:
+        return layer.reason
     kernel = layer.kernel.symbol.rpartition(".")[2] if layer.kernel else "its kernel"
     return f"{layer.role.value} experts still reach {kernel}"

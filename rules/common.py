@@ -130,6 +130,13 @@ _ORIGINAL = (
 
 
 def _is_hybrid(facts: Facts) -> bool:
+    """True where SGLang knows the checkpoint as NVFP4 and the GPU is one of sm_12x."""
+    layers = facts.trace.layers if facts.trace else ()
+    known = any(layer.quant_method == "ModelOptNvFp4FusedMoEMethod" for layer in layers)
+    return facts.arch.is_sm12x and known and _stores_nvfp4(facts)
+
+
+def _stores_nvfp4(facts: Facts) -> bool:
     checkpoint = facts.snapshot.checkpoint
     stored = {layer.stored_format for layer in checkpoint.main_layers} if checkpoint else set()
-    return facts.arch.is_sm12x and stored == {StoredFormat.NVFP4}
+    return stored == {StoredFormat.NVFP4}

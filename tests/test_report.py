@@ -67,12 +67,12 @@ def _story() -> Facts:
         snapshot=replace(sample.snapshot, stack=stack, launch=launch),
         alternatives=(
             Alternative(
-                "--moe-runner-backend marlin, without speculative decoding",
+                "--moe-runner-backend marlin without speculative decoding",
                 ("--tp", "4", "--moe-runner-backend", "marlin"),
                 None,
             ),
             Alternative(
-                "--moe-runner-backend flashinfer_cutlass, without speculative decoding",
+                "--moe-runner-backend flashinfer_cutlass without speculative decoding",
                 ("--tp", "4", "--moe-runner-backend", "flashinfer_cutlass"),
                 "drops swiglu_limit",
             ),

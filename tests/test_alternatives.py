@@ -1,0 +1,124 @@
+"""Which other flags are tried for a launch that does not run."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4doctor.alternatives import Candidate, candidates, outcome, without, without_speculation
+from dsv4doctor.audit import judged
+from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.models import Layer, SglangError, StoredFormat, Trace
+from dsv4doctor.rules.samples import (
+    CALL_WITHOUT_CLAMP,
+    DRAFT_CUTLASS,
+    DRAFT_TRTLLM,
+    MAIN_CUTLASS,
+    MAIN_NVFP4_CUTLASS,
+    MAIN_TRTLLM,
+    facts,
+)
+
+_EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1")
+_PLAIN = ("--tp", "4")
+_NVFP4 = StoredFormat.NVFP4
+
+
+def _trace(*layers: Layer) -> Trace:
+    trace = facts("sm_120", list(layers)).trace
+    assert trace is not None
+    return trace
+
+
+def _flags(trace: Trace, flags: tuple[str, ...], **settings: bool) -> list[tuple[str, ...]]:
+    settings.setdefault("clamp_lost", False)
+    return [found.flags for found in candidates(trace, flags, _NVFP4, **settings)]
+
+
+def test_main_alone_gets_other_backends() -> None:
+    assert _flags(_trace(*MAIN_TRTLLM), _PLAIN) == [
+        (*_PLAIN, "--moe-runner-backend", "flashinfer_cutlass"),
+        (*_PLAIN, "--moe-runner-backend", "marlin"),
+    ]
+
+
+def test_a_draft_that_no_flag_changes_has_to_go() -> None:
+    trace = _trace(*MAIN_NVFP4_CUTLASS, DRAFT_TRTLLM)
+    assert _flags(trace, (*_PLAIN, *_EAGLE)) == [_PLAIN]
+    both = _flags(_trace(*MAIN_TRTLLM, DRAFT_TRTLLM), (*_PLAIN, *_EAGLE))
+    assert len(both) == 2
+    assert not any("EAGLE" in flags for flags in both)
+
+
+def test_a_draft_that_reads_the_flags_gets_other_backends_first() -> None:
+    draft = replace(DRAFT_TRTLLM, flags_consulted=("moe_runner_backend",))
+    tried = _flags(_trace(*MAIN_NVFP4_CUTLASS, draft), (*_PLAIN, *_EAGLE))
+    assert ["EAGLE" in flags for flags in tried] == [True, True, False]
+
+
+def test_the_launch_itself_is_not_tried_again() -> None:
+    flags = ("--moe-runner-backend", "marlin", *_PLAIN)
+    assert _flags(_trace(*MAIN_TRTLLM), flags) == [
+        (*_PLAIN, "--moe-runner-backend", "flashinfer_cutlass")
+    ]
+
+
+def test_a_lost_clamp_is_a_reason_to_look_for_another_backend() -> None:
+    trace = _trace(*MAIN_NVFP4_CUTLASS, DRAFT_TRTLLM)
+    assert len(_flags(trace, (*_PLAIN, *_EAGLE), clamp_lost=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        (("--tp", "4", "--x", "1", "2", "--y"), ("--tp", "4", "--y")),
+        (("--x=1", "--tp", "4"), ("--tp", "4")),
+        (("--x",), ()),
+        (("--xy", "1"), ("--xy", "1")),
+    ],
+)
+def test_without(flags: tuple[str, ...], kept: tuple[str, ...]) -> None:
+    assert without(flags, ("--x",)) == kept
+
+
+def test_without_speculation() -> None:
+    assert without_speculation((*_EAGLE, *_PLAIN, "--speculative-adaptive")) == _PLAIN
+
+
+_CANDIDATE = Candidate("x", ("--api-key", "sk-1"))
+_ERROR = SglangError("main forward", "NotImplementedError", "no", None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ([*MAIN_CUTLASS, DRAFT_CUTLASS], None),
+        (
+            [*MAIN_CUTLASS, DRAFT_TRTLLM],
+            "draft experts still reach trtllm_fp4_block_scale_routed_moe",
+        ),
+        ([replace(MAIN_CUTLASS[0], error=_ERROR)], "SGLang raises NotImplementedError"),
+        ([replace(MAIN_CUTLASS[0], kernel=None, reason="why")], "unknown: why"),
+        ([], "the trace stopped short"),
+    ],
+)
+def test_only_what_runs_everywhere_has_no_problem(layers: list[Layer], problem: str | None) -> None:
+    sample = facts("sm_120", layers)
+    assert sample.trace is not None
+    trace = judged(sample.trace, sample.call_texts)
+    found = outcome(_CANDIDATE, trace, sample.call_texts, has_clamp=True)
+    assert found.problem == problem
+    assert found.flags == ("--api-key", "[redacted]")
+
+
+def test_a_dropped_clamp_is_a_problem_of_models_that_have_one() -> None:
+    sample = facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITHOUT_CLAMP)
+    assert sample.trace is not None
+    texts = sample.call_texts
+    assert outcome(_CANDIDATE, sample.trace, texts, has_clamp=True).problem == (
+        "drops swiglu_limit"
+    )
+    assert outcome(_CANDIDATE, sample.trace, texts, has_clamp=False).problem is None
+
+
+def test_a_failed_trace_is_a_problem() -> None:
+    assert outcome(_CANDIDATE, UndeterminedError("killed"), {}, True).problem == "the trace failed"
