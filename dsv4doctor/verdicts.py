@@ -125,6 +125,8 @@ def _verdict(layer: Layer, arch: Arch, call_text: str) -> tuple[Verdict, str]:
     if needed is not None and layer.stored_format is not None:
         stored = layer.stored_format.value
         return Verdict.FAILS, f"{layer.quant_method} needs {needed.value}, stored is {stored}"
+    if layer.stored_format in (None, StoredFormat.MISSING):
+        return Verdict.UNKNOWN, "the checkpoint holds no tensors of these experts"
     if known is None:
         return Verdict.UNKNOWN, f"not known for which GPUs {short} exists"
     return Verdict.RUNS, f"{short} ({known.name}) exists for {arch.name}"

@@ -31,7 +31,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None) -> Finding:
-    message = " ".join(error.message.split())[:300] or "no message"
+    message = " ".join(error.message.split())[:300].rstrip(".") or "no message"
     evidence = [f"{error.type}: {message}"]
     if error.at is not None:
         evidence.append(f"raised at {with_source(error.at)}")

@@ -85,8 +85,15 @@ def test_a_method_for_another_stored_format_fails() -> None:
     assert judged.reason == "Mxfp4FlashinferCutlassMoEMethod needs MXFP4, stored is NVFP4"
     unknown = replace(layer, kernel=Kernel("brand.new_moe", None))
     assert judge(unknown, ARCHS["sm_120"]).verdict is Verdict.FAILS
-    missing = replace(MAIN_TRTLLM[0], stored_format=StoredFormat.MISSING)
-    assert judge(missing, ARCHS["sm_100"]).verdict is Verdict.RUNS
+
+
+@pytest.mark.parametrize("stored", [None, StoredFormat.MISSING])
+def test_experts_that_are_not_stored_are_never_said_to_run(stored: StoredFormat | None) -> None:
+    layer = replace(DRAFT_TRTLLM, stored_format=stored)
+    judged = judge(layer, ARCHS["sm_100"])
+    assert judged.verdict is Verdict.UNKNOWN
+    assert judged.reason == "the checkpoint holds no tensors of these experts"
+    assert judge(layer, ARCHS["sm_120"]).verdict is Verdict.FAILS
 
 
 def test_clamp_is_dropped_only_where_that_is_proved() -> None:
