@@ -1,0 +1,97 @@
+"""SGLang's quant method for MXFP4 experts, on our kernel.
+
+Stands in for `Mxfp4FlashinferTrtllmMoEMethod` and `Mxfp4MarlinMoEMethod` where SGLang constructs
+them (`Fp8Config.get_quant_method`, and `ModelOptFp4Config.get_quant_method` for draft layers):
+`mxfp4_moe_method(fp8_method, prefix)`.
+
+It derives from the Marlin method, because `maybe_fuse_routed_scale_and_shared_add` asks by class
+who leaves the routed scaling factor to it, and because the TRT-LLM method's class also opens
+paths with FP8 inputs and a deferred sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dsv4doctor.kernels.adapters import moe_common
+from dsv4doctor.kernels.moe_launch import Experts
+
+GROUP = 32
+
+
+def mxfp4_moe_method(fp8_method: Any, prefix: str) -> Any:
+    """A quant method with SGLang's constructor arguments."""
+    return method_class()(fp8_method, prefix)
+
+
+@functools.cache
+def method_class() -> type:
+    """The class of `mxfp4_moe_method`; a subclass of SGLang's `Mxfp4MarlinMoEMethod`."""
+    from sglang.srt.layers.quantization.mxfp4_marlin_moe import Mxfp4MarlinMoEMethod
+
+    return type("Dsv4DoctorMxfp4MoEMethod", (_Mxfp4Method, Mxfp4MarlinMoEMethod), {})
+
+
+class _Mxfp4Method:
+    """Weights as the checkpoint has them: w13 [gate; up], E8M0 scales, nothing repacked."""
+
+    load_up_proj_weight_first = False
+
+    def __init__(self, fp8_method: Any, prefix: str) -> None:
+        super().__init__(fp8_method, prefix)
+        self.runner = None
+        self._small_scales = False
+        self._limit: float | None = None
+
+    def get_moe_runner_backend(self, layer: Any) -> None:
+        """None: a direct kernel that takes standard top-k output with local ids."""
+        return None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Registers w13_weight, w2_weight and their `_scale_inv`, in their stored types."""
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
+
+        e, h, i = num_experts, hidden_size, intermediate_size_per_partition
+        moe_common.check_sizes(h, i, self.prefix)
+        scale_attrs = dict(extra_weight_attrs)
+        scale_attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
+        scale_attrs["format_ue8m0"] = False
+        for name, rows, k in (("w13", 2 * i, h), ("w2", h, i)):
+            codes = torch.empty((e, rows, k // 2), dtype=torch.int8)
+            moe_common.new_parameter(layer, f"{name}_weight", codes, extra_weight_attrs)
+            ones = torch.full((e, rows, k // GROUP), 127, dtype=torch.uint8)
+            scale = ones.view(torch.float8_e8m0fnu)
+            moe_common.new_parameter(layer, f"{name}_weight_scale_inv", scale, scale_attrs)
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        moe_common.check_runner(moe_runner_config, self.prefix)
+        self.moe_runner_config = moe_runner_config
+        self._limit = moe_runner_config.swiglu_limit
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Looks at the scales once; changes no tensor, so it can be called after each reload."""
+        scales = (layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
+        self._small_scales = all(int(s.data.view(torch.uint8).max()) <= 128 for s in scales)
+        layer._dsv4_mxfp4_backend = "dsv4doctor"
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        experts = Experts(
+            layer.w13_weight.data,
+            layer.w13_weight_scale_inv.data,
+            layer.w2_weight.data,
+            layer.w2_weight_scale_inv.data,
+            GROUP,
+            small_scales=self._small_scales,
+        )
+        return moe_common.apply_experts("moe_mxfp4", layer, dispatch_output, experts, self._limit)
