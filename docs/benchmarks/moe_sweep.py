@@ -1,6 +1,9 @@
 """Times the routed experts' configurations, and the whole call against its floors, on one GPU.
 
-    python docs/benchmarks/moe_sweep.py [checks] [decode] [middle] [prefill] [parts] [bench] [nvfp4]
+    PYTHONPATH=. python docs/benchmarks/moe_sweep.py [STAGE ...]
+
+Stages: checks, shapes, decode, middle, prefill, parts, bench; all of them without an argument.
+With "nvfp4" sweeps and parts are of NVFP4 instead of MXFP4.
 
 The two products are timed apart (CUDA-graph medians), so that each gets its own configuration.
 The kernels are compiled beforehand by several processes.  Prints tables; the last is the summary.
@@ -12,6 +15,7 @@ import itertools
 import multiprocessing
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -176,9 +180,36 @@ def sweep(name: str, group: int, copy: float, product: float) -> None:
                 print(f"tp{tp} T{tokens} {kind}: " + " | ".join(best), flush=True)
 
 
+def shapes(group: int) -> None:
+    """The error for every model's slice at every TP size, and for the largest batch."""
+    for layer in (FLASH, moe_cases.PRO, moe_cases.V41, moe_cases.DRAFT):
+        for tp in (1, 2, 4, 8):
+            # The whole number of experts where one rank holds an eighth of each.
+            here = layer.slice(tp)
+            here = here if tp == 8 else replace(here, experts=40)
+            errors = [
+                moe_cases.layer_error(here, group, tokens, "cuda", absent=0.1)
+                for tokens in (1, 33, 900)
+            ]
+            row = ", ".join(f"{error:.2e}" for error in errors)
+            print(f"group {group} {here.name}, 1, 33 and 900 tokens: {row}", flush=True)
+    error = moe_cases.layer_error(FLASH.slice(8), group, 8192, "cuda")
+    print(f"group {group} {FLASH.slice(8).name}, 8192 tokens: {error:.2e}", flush=True)
+
+
 def parts(group: int) -> None:
     """The launches of a call, each in a graph of its own, and the whole."""
-    for tp, tokens in ((1, 1), (1, 2), (1, 16), (4, 16), (1, 1024), (1, 4096), (4, 4096)):
+    for tp, tokens in (
+        (1, 1),
+        (1, 2),
+        (1, 4),
+        (1, 16),
+        (1, 64),
+        (4, 1),
+        (4, 16),
+        (1, 1024),
+        (1, 4096),
+    ):
         times = parts_of(Bench(FLASH.slice(tp), group), tokens)
         row = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
         print(f"tp{tp} T{tokens}: {row}", flush=True)
@@ -227,13 +258,17 @@ def table(group: int, copy: float, product: float) -> list[str]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["checks", *STAGES, "parts", "bench"]
+    wanted = sys.argv[1:] or ["checks", "shapes", *STAGES, "parts", "bench"]
     groups = [32, 16] if "nvfp4" not in wanted else [16]
     start = time.time()
     if "checks" in wanted:
         for group in (32, 16):
             for check in moe_cases.checks(group, 1e-2):
                 print(f"group {group} {check.name}: {check.run('cuda'):.2e} (bar {check.bar})")
+        print(f"{time.time() - start:.0f} s", flush=True)
+    if "shapes" in wanted:
+        for group in (32, 16):
+            shapes(group)
         print(f"{time.time() - start:.0f} s", flush=True)
     copy, product = ceilings()
     names = [name for name in STAGES if name in wanted]
