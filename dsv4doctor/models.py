@@ -124,6 +124,39 @@ class GpuFacts:
 
 
 @dataclass(frozen=True)
+class HostFacts:
+    """The machine around the GPUs.  None and empty: not readable here."""
+
+    kernel: str | None = None
+    """The kernel's release, e.g. "6.17.0-1014-nvidia"."""
+    memory_bytes: int | None = None
+    cma_total_bytes: int | None = None
+    cma_free_bytes: int | None = None
+    nvcc: str | None = None
+    """The nvcc that a JIT build takes: CUDA_HOME's, else the first on PATH."""
+    nvcc_version: str | None = None
+    """E.g. "12.9"."""
+    cuda_home: str | None = None
+    container: str | None = None
+    """"docker", "podman", "kubernetes", ... when there are signs of one."""
+    may_set_memory_policy: bool | None = None
+    """False: a seccomp filter is on and CAP_SYS_NICE is missing, as in a default container."""
+    memory_nodes: tuple[int, ...] = ()
+    """NUMA nodes this process may take memory from."""
+    cpus: int | None = None
+    """CPUs this process may run on."""
+    numa_nodes: tuple[int, ...] = ()
+    pci_roots: dict[str, str] = field(default_factory=dict)
+    """A GPU's PCI address -> the host bridge it hangs off, e.g. "pci0000:40"."""
+    pci_switches: dict[str, str] = field(default_factory=dict)
+    """A GPU's PCI address -> the first bridge below its host bridge."""
+    hub_model: str | None = None
+    """The Hugging Face id that the launch names, when it names one."""
+    hub_model_cached: bool | None = None
+    """Whether that model's config.json lies in the local hub cache."""
+
+
+@dataclass(frozen=True)
 class Package:
     """One distribution of the serving stack, against what the SGLang tree asks for."""
 
@@ -259,6 +292,7 @@ class Snapshot:
     launch: Launch | None
     environment: dict[str, str]
     """The variables that SGLang, CUDA, NCCL, torch or FlashInfer read; secrets redacted."""
+    host: HostFacts | None = None
 
 
 # ------------------------------------------------------------------------------ trace
@@ -402,6 +436,8 @@ class RuleResult:
     findings: tuple[Finding, ...] = ()
     reason: str | None = None
     """Why it was skipped, or how it crashed."""
+    required: bool = True
+    """False: it asks about the machine, and --strict does not insist on it."""
 
 
 @dataclass(frozen=True)
@@ -415,6 +451,34 @@ class Alternative:
     problem: str | None
     """Why it does not help; None: every routed-expert layer runs, and as the model needs it."""
     layers: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True)
+class TreeFeatures:
+    """What an SGLang tree's sources have and lack; a file that is not there has nothing."""
+
+    environment_defaults: dict[str, str] = field(default_factory=dict)
+    """SGLang's variable -> its default as written, e.g. "True" or "flashinfer"."""
+    sparse_mla_file: str | None = None
+    """The file with the sparse MLA path of sm_12x; None: there is none."""
+    decode_shape_guard: bool = False
+    """It asks whether FlashInfer's decode has the shape before it calls."""
+    prefill_shape_guard: bool = False
+    """Likewise for prefill."""
+    split_scratch: Location | None = None
+    """Where the page split of touched pages only takes uninitialised memory."""
+    torch_indexer: Location | None = None
+    """The indexer in plain torch operations for sm_12x."""
+    torch_indexer_bytes: int | None = None
+    """Bytes of one of its intermediate values: 4 for float32, 2 for bfloat16."""
+    probes_experts: Location | None = None
+    """Where the experts' stored format is probed from a local snapshot."""
+    mooncake_sends_state: bool | None = None
+    """None: there is no mooncake transfer."""
+    mxfp8_dense: Location | None = None
+    """Where dense FP8 weights with 32-blocks are given an MXFP8 backend."""
+    engram_over_ranks: bool = False
+    """Engram tables are sharded over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -437,14 +501,69 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """A finding that does not count: suppressed, or known from a baseline."""
+
+    finding: Finding
+    by: str
+    """"suppression" or "baseline"."""
+    reason: str
+    expires: str | None = None
+    """ISO date up to which a suppression holds."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the findings were held against, and how the target came out."""
+
+    target: str | None = None
+    """Its name in the configuration; None: the only one."""
+    fail_on: Severity | None = Severity.ERROR
+    """None: no finding fails."""
+    accepted: tuple[Accepted, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Findings that are gone, suppressions that are out of date or met nothing."""
+    undetermined: str | None = None
+    """Why the answer is not complete."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
 class Report:
     """What every output format renders."""
 
     tool_version: str
     facts: Facts
     results: tuple[RuleResult, ...]
+    """Their findings are those that count: accepted ones are in `gate`."""
     timings: dict[str, float] = field(default_factory=dict)
+    gate: Gate = Gate()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         return tuple(finding for result in self.results for finding in result.findings)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A target that gave no report: its launch could not be read or not be traced."""
+
+    target: str
+    message: str
+    hint: str | None
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """All targets of one run, in their order."""
+
+    outcomes: tuple[Report | Failure, ...]
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        return tuple(outcome for outcome in self.outcomes if isinstance(outcome, Report))
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(outcome for outcome in self.outcomes if isinstance(outcome, Failure))
