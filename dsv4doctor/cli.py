@@ -8,148 +8,39 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from dsv4doctor import __version__
+from dsv4doctor.cli_options import (
+    FLAGS_KEY,
+    FORMATS,
+    FlagsCommand,
+    facts_options,
+    gate_options,
+    report_options,
+)
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.kernels_cli import kernels_group
-from dsv4doctor.terminal import Progress, check_writable, deliver, say, width
+from dsv4doctor.terminal import (
+    Progress,
+    check_writable,
+    deliver,
+    say,
+    wants_color,
+    width,
+)
 
 if TYPE_CHECKING:
-    from dsv4doctor.models import Report
+    from dsv4doctor.models import Report, Run
     from dsv4doctor.target import Options
 
-F = TypeVar("F", bound=Callable[..., Any])
-_ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-_FLAGS_KEY = "dsv4doctor.sglang_flags"
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
-
-
-class _Command(click.Command):
-    """A command whose arguments after `--` are SGLang's and not looked at here."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            cut = args.index("--")
-            ctx.meta[_FLAGS_KEY] = tuple(args[cut + 1 :])
-            args = args[:cut]
-        return super().parse_args(ctx, args)
-
-
-def _option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """A click option with its environment variable, DSV4DOCTOR_<NAME>."""
-    long = next(name for name in names if name.startswith("--"))
-    variable = f"DSV4DOCTOR_{long[2:].upper().replace('-', '_')}"
-    return click.option(*names, envvar=variable, show_envvar=True, **settings)
-
-
-def _apply(decorators: Sequence[Callable[[F], F]], function: F) -> F:
-    for decorator in reversed(decorators):
-        function = decorator(function)
-    return function
-
-
-_DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
-
-
-def _facts_options(function: F) -> F:
-    return _apply(
-        [
-            click.argument("model", required=False),
-            _option(
-                "--launch",
-                type=click.Path(dir_okay=False),
-                metavar="FILE[:LINE]",
-                help="Shell script with the SGLang command. Instead: SGLang's flags after `--`.",
-            ),
-            _option(
-                "--sglang",
-                metavar="PATH|VERSION",
-                help="SGLang tree, or a release to fetch into the cache. "
-                "[default: the interpreter's]",
-            ),
-            _option(
-                "--python",
-                metavar="INTERPRETER",
-                help="Python of the serving environment. [default: the launch script's, else "
-                "the one that runs dsv4doctor]",
-            ),
-            click.option(
-                "--env",
-                multiple=True,
-                metavar="KEY=VALUE",
-                help="Environment variable of the server; can be given several times.",
-            ),
-            _option(
-                "-o",
-                "--output",
-                type=click.Path(dir_okay=False),
-                metavar="FILE",
-                help="Write there instead of standard output.",
-            ),
-            _DEBUG,
-        ],
-        function,
-    )
-
-
-def _report_options(function: F) -> F:
-    return _apply(
-        [
-            _option(
-                "--arch",
-                type=click.Choice(_ARCHS),
-                default="auto",
-                show_default=True,
-                help="GPU architecture; auto asks the driver.",
-            ),
-            _option(
-                "--snapshot",
-                type=click.Path(dir_okay=False),
-                metavar="FILE",
-                help="Facts of another machine, from `dsv4doctor snapshot`.",
-            ),
-            _option(
-                "--format",
-                type=click.Choice(["console", "json"]),
-                default="console",
-                show_default=True,
-            ),
-            _option(
-                "--fail-on",
-                type=click.Choice(["error", "warning", "never"]),
-                default="error",
-                show_default=True,
-                help="The least severity of a finding that gives exit code 1.",
-            ),
-            _option(
-                "--strict",
-                is_flag=True,
-                help="Exit code 3 also for a skipped rule or a kernel that is not known.",
-            ),
-            _option(
-                "--timeout",
-                type=click.FloatRange(min=0, min_open=True),
-                default=300.0,
-                show_default=True,
-                metavar="SECONDS",
-                help="Limit for a trace.",
-            ),
-            _option("--no-cache", is_flag=True, help="Trace again even if nothing has changed."),
-            _option("--why", is_flag=True, help="Also print the decision path: every branch."),
-            _option(
-                "-v",
-                "--verbose",
-                is_flag=True,
-                help="Also print rules that were not checked, packages, changed arguments.",
-            ),
-        ],
-        _facts_options(function),
-    )
+_COMPLETE = "_DSV4DOCTOR_COMPLETE"
 
 
 @click.group(
@@ -176,8 +67,9 @@ def cli(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
-@cli.command(cls=_Command, options_metavar="[OPTIONS]")
-@_report_options
+@cli.command(cls=FlagsCommand, options_metavar="[OPTIONS]")
+@report_options(FORMATS)
+@gate_options
 @click.pass_context
 def check(ctx: click.Context, /, **options: Any) -> None:
     """Read all facts, trace the launch, run every rule, report the findings.
@@ -191,14 +83,16 @@ def check(ctx: click.Context, /, **options: Any) -> None:
       dsv4doctor check --launch serve.sh --arch sm_120 --sglang 0.5.14
       dsv4doctor check nvidia/DeepSeek-V4-Flash-NVFP4 -- --tp 4 --moe-runner-backend triton
       dsv4doctor check --snapshot box.json --format json -o report.json
+      dsv4doctor check --report sarif=out.sarif --report html=report.html
+      dsv4doctor check --baseline known.json --update-baseline
     """
     _report(ctx, options, "check", ("main", "draft"))
 
 
-@cli.command("trace-moe", cls=_Command)
+@cli.command("trace-moe", cls=FlagsCommand)
 @click.option("--main", "only", flag_value="main", help="Only the main model's layers.")
 @click.option("--draft", "only", flag_value="draft", help="Only the draft model's layers.")
-@_report_options
+@report_options(("console", "json"))
 @click.pass_context
 def trace_moe(ctx: click.Context, /, only: str | None, **options: Any) -> None:
     """Show what every routed-expert layer resolves to, and where that was decided.
@@ -212,8 +106,8 @@ def trace_moe(ctx: click.Context, /, only: str | None, **options: Any) -> None:
     _report(ctx, options, "trace-moe", (only,) if only else ("main", "draft"))
 
 
-@cli.command(cls=_Command)
-@_facts_options
+@cli.command(cls=FlagsCommand)
+@facts_options
 @click.pass_context
 def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: Any) -> None:
     """Write the facts of this machine, without secrets, for `--snapshot` elsewhere.
@@ -253,7 +147,7 @@ def _options(ctx: click.Context, options: dict[str, Any]) -> Options:
     launch, saved = options["launch"], options.get("snapshot")
     return Options(
         model=options["model"],
-        flags=ctx.meta.get(_FLAGS_KEY, ()),
+        flags=ctx.meta.get(FLAGS_KEY, ()),
         launch=Path(launch) if launch else None,
         snapshot=Path(saved) if saved else None,
         sglang=options["sglang"],
@@ -265,50 +159,70 @@ def _options(ctx: click.Context, options: dict[str, Any]) -> Options:
 
 def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple[str, ...]) -> None:
     ctx.obj.update(debug=options["debug"], format=options["format"], output=options["output"])
-    from dsv4doctor.audit import Settings, audit, exit_code, undetermined
-    from dsv4doctor.models import Role, Severity
-    from dsv4doctor.target import resolve
+    from datetime import date
+
+    from dsv4doctor import checking, gate
+    from dsv4doctor.audit import Settings
+    from dsv4doctor.models import Role
 
     check_writable(options["output"])
+    files = checking.parse_reports(options.get("reports", ()), FORMATS)
+    update = options.get("update_baseline", False)
+    said = _said(ctx, options)
+    planned = checking.plan(said, options["targets"], checking.read_config(options["config"]))
+    checking.check_baseline(planned, update)
     settings = Settings(
         roles=tuple(Role(role) for role in roles),
-        with_path=options["why"],
+        with_path=options["why"] or "html" in {options["format"], *files.values()},
         use_cache=not options["no_cache"],
         timeout=options["timeout"],
         alternatives=name == "check",
     )
-    with Progress() as progress:
-        target = resolve(_options(ctx, options), progress.download)
-        report = audit(target, settings, progress.phase)
-    deliver(_rendered(report, options, name), options["output"])
-    fail_on = None if options["fail_on"] == "never" else Severity(options["fail_on"])
-    say(_summary(report, undetermined(report, options["strict"])))
-    ctx.exit(exit_code(report, fail_on, options["strict"]))
+    outcomes = checking.examine(planned, settings, _complain)
+    run, baseline = checking.judge(planned, outcomes, update, date.today())
+    deliver(_rendered(run, options, name), options["output"])
+    checking.write(run, files)
+    if baseline is not None and planned.baseline is not None:
+        deliver(baseline, planned.baseline, "--baseline")
+        say(f"dsv4doctor: {planned.baseline} written")
+    for report in run.reports:
+        say(_summary(report, several=len(run.outcomes) > 1))
+    ctx.exit(gate.worst(run))
 
 
-def _rendered(report: Report, options: dict[str, Any], name: str) -> str:
-    if options["format"] == "json":
-        from dsv4doctor.report import json
+def _said(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that the user gave, on the command line or by a variable."""
+    given = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    said = {
+        name: value for name, value in options.items() if ctx.get_parameter_source(name) in given
+    }
+    return {**said, "flags": ctx.meta.get(FLAGS_KEY, ())}
 
-        return json.render(report)
-    from dsv4doctor.report import console
 
-    is_terminal = options["output"] is None and sys.stdout.isatty()
-    render = console.render_check if name == "check" else console.render_trace
-    return render(
-        report,
-        width(is_terminal),
-        is_terminal and "NO_COLOR" not in os.environ,
+def _rendered(run: Run, options: dict[str, Any], name: str) -> str:
+    if options["format"] != "console":
+        from dsv4doctor.report.formats import render
+
+        return render(options["format"], run)
+    from dsv4doctor.report.console import Style, render_run
+
+    on_screen = options["output"] is None
+    style = Style(
+        width(on_screen and sys.stdout.isatty()),
+        color=on_screen and wants_color(sys.stdout),
         verbose=options["verbose"],
         why=options["why"],
     )
+    return render_run(run, style, with_findings=name == "check")
 
 
-def _summary(report: Report, gap: str | None) -> str:
+def _summary(report: Report, several: bool) -> str:
     from dsv4doctor.report.console import summary
 
     cached = ", trace from the cache" if report.facts.trace and report.facts.trace.cached else ""
-    line = f"dsv4doctor: {summary(report)} in {report.timings['total']:.1f} s{cached}"
+    name = f"{report.gate.target}: " if several else ""
+    line = f"dsv4doctor: {name}{summary(report)} in {report.timings['total']:.1f} s{cached}"
+    gap = report.gate.undetermined
     return f"{line}; not determined: {gap}" if gap else line
 
 
@@ -341,6 +255,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
+    if _COMPLETE in os.environ:
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(cli, {}, "dsv4doctor", _COMPLETE, os.environ[_COMPLETE]))
     sys.exit(run())
 
 

@@ -134,9 +134,8 @@ def _layer(finding: Finding, facts: Facts) -> Layer | None:
 
 
 def entries(report: Report) -> tuple[Entry, ...]:
-    """The report's findings as a baseline holds them; suppressed ones are not among them."""
-    known = [one.finding for one in report.gate.accepted if one.by == "baseline"]
-    return tuple(_entry(finding, report) for finding in (*known, *report.findings))
+    """The report's findings as a baseline holds them."""
+    return tuple(_entry(finding, report) for finding in report.findings)
 
 
 def _entry(finding: Finding, report: Report) -> Entry:

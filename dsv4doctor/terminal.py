@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from typing import Any
+from typing import Any, TextIO
 
 from dsv4doctor.errors import UsageError
 
@@ -22,18 +22,18 @@ def width(is_terminal: bool) -> int:
     return max(40, columns)
 
 
-def check_writable(output: str | None) -> None:
+def check_writable(output: str | None, flag: str = "--output") -> None:
     """UsageError for an output file that cannot be written, before the work is done."""
     if output is None:
         return
     folder = os.path.dirname(os.path.abspath(output))
     if not os.path.isdir(folder):
-        raise UsageError(f"--output {output}: no folder {folder}", "give another file")
+        raise UsageError(f"{flag} {output}: no folder {folder}", "give another file")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"--output {output}: {folder} cannot be written", "give another file")
+        raise UsageError(f"{flag} {output}: {folder} cannot be written", "give another file")
 
 
-def deliver(text: str, output: str | None) -> None:
+def deliver(text: str, output: str | None, flag: str = "--output") -> None:
     """To standard output, or as the file `output`, which appears whole or not at all."""
     if output is None:
         sys.stdout.write(text)
@@ -54,7 +54,7 @@ def deliver(text: str, output: str | None) -> None:
             raise
     except OSError as error:
         raise UsageError(
-            f"--output {output}: cannot be written ({error.strerror})", "give another file"
+            f"{flag} {output}: cannot be written ({error.strerror})", "give another file"
         ) from error
 
 
@@ -62,13 +62,23 @@ def say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def is_interactive(stream: TextIO) -> bool:
+    """True where somebody watches: a terminal that can draw, and not a CI's log."""
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and not in_ci
+
+
+def wants_color(stream: TextIO) -> bool:
+    return is_interactive(stream) and not os.environ.get("NO_COLOR")
+
+
 class Progress:
-    """A spinner and a download bar on standard error, on a terminal only."""
+    """A spinner and a download bar on standard error, where somebody watches."""
 
     def __enter__(self) -> Progress:
         self._bar: Any = None
         self._task: Any = None
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        if is_interactive(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, SpinnerColumn, TextColumn
             from rich.progress import Progress as Bar

@@ -31,7 +31,8 @@ _STORY = (
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """This process's, with a cache of its own and nothing of ours set."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("DSV4DOCTOR_")}
+    ours = ("DSV4DOCTOR_", "CI", "NO_COLOR")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     cache = str(tmp_path_factory.mktemp("cache"))
     return {**kept, "DSV4DOCTOR_CACHE": cache, "COLUMNS": "100"}
 

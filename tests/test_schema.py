@@ -13,9 +13,11 @@ from dsv4doctor.audit import run_rules
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.models import (
     ARCHS,
+    Accepted,
     Alternative,
     ArgChange,
     Branch,
+    Gate,
     Gpu,
     GpuFacts,
     Location,
@@ -69,7 +71,11 @@ def _full() -> Report:
         alternatives=(Alternative("x", ("--y",), "z"),),
         notes=("note",),
     )
-    return Report("0.1.0", sample, run_rules(RULES, sample), {"total": 1.0})
+    results = run_rules(RULES, sample)
+    known = next(finding for result in results for finding in result.findings)
+    accepted = Accepted(known, "suppression", "only in the lab", "2027-01-31")
+    gate = Gate("production", accepted=(accepted,), notes=("a note",))
+    return Report("0.1.0", sample, results, {"total": 1.0}, gate)
 
 
 def test_schema_is_valid_and_strict() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -16,11 +17,14 @@ from dsv4doctor.folding import LayerRange, fold
 from dsv4doctor.models import (
     Checkpoint,
     Facts,
+    Failure,
     Finding,
+    Gate,
     Layer,
     Location,
     Outcome,
     Report,
+    Run,
     Severity,
     Step,
     Trace,
@@ -43,15 +47,42 @@ _SEVERITY_STYLES = {
 }
 
 
+@dataclass(frozen=True)
+class Style:
+    width: int
+    color: bool = False
+    """ANSI colours."""
+    verbose: bool = False
+    why: bool = False
+    """Also the decision path."""
+
+
+def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
+    """All targets, one below the other; a heading each where there are several."""
+    render = render_check if with_findings else render_trace
+    several = len(run.outcomes) > 1
+    texts = []
+    for outcome in run.outcomes:
+        name = outcome.target if isinstance(outcome, Failure) else outcome.gate.target
+        heading = [Text(f"Target {name}", style="bold reverse")] if several else []
+        if isinstance(outcome, Failure):
+            said = f"not determined: {outcome.message}"
+            texts.append(_printed([*heading, Text(said, style="bold red")], style))
+        else:
+            text = render(outcome, style.width, style.color, verbose=style.verbose, why=style.why)
+            texts.append((_printed(heading, style) if heading else "") + text)
+    return "\n".join(texts)
+
+
 def render_check(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
     """The whole report, `width` columns; ANSI colours only with `color`."""
     parts: list[RenderableType] = [_header(report.facts), Text(), *_layers(report.facts, width)]
     if why:
         parts += [Text(), *_path(report.facts.trace)]
-    parts += [Text(), *_findings(report)]
+    parts += [Text(), *_findings(report), *_gate(report.gate)]
     if verbose:
         parts += [Text(), *_details(report)]
-    return _printed(parts, width, color)
+    return _printed(parts, Style(width, color))
 
 
 def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
@@ -61,7 +92,7 @@ def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why:
         parts += [Text(), *_path(report.facts.trace)]
     if verbose:
         parts += [Text(), *_details(report)]
-    return _printed(parts, width, color)
+    return _printed(parts, Style(width, color))
 
 
 def summary(report: Report) -> str:
@@ -74,16 +105,18 @@ def summary(report: Report) -> str:
     ]
     if counts[Severity.INFO]:
         said.append(f"{counts[Severity.INFO]} info")
-    return ", ".join(said) if said else "no findings"
+    found = ", ".join(said) if said else "no findings"
+    accepted = len(report.gate.accepted)
+    return f"{found}, {accepted} accepted" if accepted else found
 
 
-def _printed(parts: list[RenderableType], width: int, color: bool) -> str:
+def _printed(parts: Sequence[RenderableType], style: Style) -> str:
     sink = StringIO()
     console = Console(
         file=sink,
-        width=width,
-        force_terminal=color,
-        color_system="standard" if color else None,
+        width=style.width,
+        force_terminal=style.color,
+        color_system="standard" if style.color else None,
         highlight=False,
         emoji=False,
         markup=False,
@@ -252,6 +285,19 @@ def _finding(finding: Finding) -> RenderableType:
     )
     body = Group(Text(finding.message, overflow="fold"), _pairs(rows))
     return Group(title, Padding(body, (0, 0, 0, 2)))
+
+
+def _gate(gate: Gate) -> Iterator[RenderableType]:
+    if gate.accepted:
+        yield Text()
+        yield Text(f"Accepted: {len(gate.accepted)}", style="bold")
+        for one in gate.accepted:
+            until = f", until {one.expires}" if one.expires else ""
+            text = f"{one.finding.rule}  {one.finding.subject}  {one.by}: {one.reason}{until}"
+            yield Padding(Text(text, style="dim", overflow="fold"), (0, 0, 0, 2))
+    if gate.notes:
+        yield Text()
+        yield _pairs([("Note", note) for note in gate.notes])
 
 
 # ------------------------------------------------------------------------------ details

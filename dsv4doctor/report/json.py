@@ -6,13 +6,17 @@ from typing import Any
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import DoctorError
+from dsv4doctor.gate import fingerprint
 from dsv4doctor.models import (
+    Accepted,
     Checkpoint,
     Facts,
+    Failure,
     Finding,
     Layer,
     Location,
     Report,
+    Run,
     SglangError,
     Step,
     Trace,
@@ -21,8 +25,32 @@ from dsv4doctor.models import (
 SCHEMA = "dsv4doctor-report/1"
 
 
+RUN_SCHEMA = "dsv4doctor-reports/1"
+
+
 def render(report: Report) -> str:
     return jsonio.dump(document(report))
+
+
+def render_run(run: Run) -> str:
+    """The report; of several targets, all of them in one object."""
+    if len(run.outcomes) == 1 and run.reports:
+        return render(run.reports[0])
+    return jsonio.dump(
+        {
+            **_head(__version__),
+            "schema": RUN_SCHEMA,
+            "reports": [
+                document(outcome) if isinstance(outcome, Report) else _failure(outcome)
+                for outcome in run.outcomes
+            ],
+        }
+    )
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    kind = "usage" if failure.exit_code == 2 else "undetermined"
+    return {**failed(kind, failure.message, failure.hint), "target": failure.target}
 
 
 def render_error(error: DoctorError) -> str:
@@ -32,7 +60,12 @@ def render_error(error: DoctorError) -> str:
 
 
 def render_failure(kind: str, message: str, hint: str | None) -> str:
+    return jsonio.dump(failed(kind, message, hint))
+
+
+def failed(kind: str, message: str, hint: str | None) -> dict[str, Any]:
     empty: dict[str, Any] = {
+        "target": None,
         "sglang": None,
         "arch": None,
         "arch_source": None,
@@ -45,6 +78,8 @@ def render_failure(kind: str, message: str, hint: str | None) -> str:
         "environment_overwritten": {},
         "layers": [],
         "findings": [],
+        "accepted": [],
+        "gate_notes": [],
         "rules": [],
         "alternatives": [],
         "leniencies": [],
@@ -56,7 +91,7 @@ def render_failure(kind: str, message: str, hint: str | None) -> str:
     errors = [
         {"kind": kind, "phase": None, "type": None, "message": message, "hint": hint, "at": None}
     ]
-    return jsonio.dump({**_head(__version__), **empty, "errors": errors})
+    return {**_head(__version__), **empty, "errors": errors}
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -65,6 +100,7 @@ def document(report: Report) -> dict[str, Any]:
     snapshot, trace = facts.snapshot, facts.trace
     return {
         **_head(report.tool_version),
+        "target": report.gate.target,
         "sglang": _sglang(facts),
         "arch": facts.arch.name,
         "arch_source": facts.arch_source,
@@ -76,7 +112,9 @@ def document(report: Report) -> dict[str, Any]:
         "arg_changes": [jsonio.to_plain(change) for change in trace.arg_changes] if trace else [],
         "environment_overwritten": _environment(trace),
         "layers": [_layer(layer) for layer in trace.layers] if trace else [],
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": [_finding(finding, facts) for finding in report.findings],
+        "accepted": [_accepted(one, facts) for one in report.gate.accepted],
+        "gate_notes": list(report.gate.notes),
         "errors": _errors(trace),
         "rules": [
             {
@@ -200,7 +238,16 @@ def _errors(trace: Trace | None) -> list[dict[str, Any]]:
     return found
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _accepted(one: Accepted, facts: Facts) -> dict[str, Any]:
+    return {
+        "by": one.by,
+        "reason": one.reason,
+        "expires": one.expires,
+        "finding": _finding(one.finding, facts),
+    }
+
+
+def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
     remedy = finding.remedy
     return {
         "rule": finding.rule,
@@ -213,6 +260,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "remedy": {"text": remedy.text, "commands": list(remedy.commands), "fix": remedy.fix}
         if remedy
         else None,
+        "fingerprint": fingerprint(finding, facts),
     }
 
 

@@ -1,0 +1,212 @@
+"""From the command line and the configuration to reports: targets, outputs, baseline, exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from dsv4doctor import baseline as baselines
+from dsv4doctor import config as configs
+from dsv4doctor import gate
+from dsv4doctor import target as launches
+from dsv4doctor.audit import Settings, audit
+from dsv4doctor.config import Config, TargetConfig
+from dsv4doctor.errors import DoctorError, UsageError
+from dsv4doctor.models import Failure, Report, Run, Severity
+from dsv4doctor.target import Options
+from dsv4doctor.terminal import Progress, check_writable, deliver
+
+_NAMES_A_LAUNCH = ("model", "launch", "flags", "snapshot")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One target, with what it is held against."""
+
+    options: Options
+    policy: gate.Policy
+
+
+@dataclass(frozen=True)
+class Plan:
+    targets: tuple[Asked, ...]
+    configured: tuple[str | None, ...]
+    """The names of all targets there are, asked for or not."""
+    baseline: str | None
+    source: str | None
+    """The configuration that was read."""
+
+
+def plan(said: Mapping[str, Any], only: Sequence[str], config: Config | None) -> Plan:
+    """The targets to look at.
+
+    `said` holds what the command line and its variables really say, by option name (`flags` are
+    SGLang's); each goes before the configuration.  A command line that names a launch of its own
+    is one target, with the configuration's settings outside its targets.
+
+    Raises UsageError for a name in `only` that is no target.
+    """
+    chosen = config or Config("")
+    targets = chosen.targets
+    names = tuple(target.name for target in targets)
+    if any(said.get(name) for name in _NAMES_A_LAUNCH):
+        if only:
+            raise UsageError("--target and a launch are both given", "give one of the two")
+        targets = (chosen.defaults,)
+    unknown = next((name for name in only if name not in names), None)
+    if unknown is not None:
+        known = ", ".join(name for name in names if name) or "none"
+        raise UsageError(f"--target {unknown}: no such target", f"there are: {known}")
+    if only:
+        targets = tuple(target for target in targets if target.name in only)
+    return Plan(
+        targets=tuple(_asked(target, said, chosen) for target in targets),
+        configured=names,
+        baseline=said.get("baseline") or chosen.baseline,
+        source=chosen.source or None,
+    )
+
+
+def _asked(target: TargetConfig, said: Mapping[str, Any], config: Config) -> Asked:
+    own_launch = bool(said.get("launch") or said.get("flags"))
+    launch = said.get("launch") if own_launch else target.launch
+    flags = said.get("flags") if own_launch else target.flags
+    snapshot = said.get("snapshot") or target.snapshot
+    options = Options(
+        model=said.get("model") or target.model,
+        flags=tuple(flags or ()),
+        launch=Path(launch) if launch else None,
+        snapshot=Path(snapshot) if snapshot else None,
+        sglang=said.get("sglang") or target.sglang,
+        python=said.get("python") or target.python,
+        arch=said.get("arch") or target.arch or "auto",
+        env=(*target.env, *said.get("env", ())),
+    )
+    fail_on = said.get("fail_on") or target.fail_on or "error"
+    strict = said["strict"] if "strict" in said else bool(target.strict)
+    policy = gate.Policy(
+        target=target.name,
+        fail_on=None if fail_on == "never" else Severity(fail_on),
+        strict=strict,
+        suppressions=config.suppressions,
+    )
+    return Asked(options, policy)
+
+
+def read_config(named: str | None) -> Config | None:
+    """The configuration given or found above the working directory; None: there is none."""
+    if named is not None:
+        return configs.read(Path(named))
+    found = configs.find(Path.cwd())
+    return None if found is None else configs.read(found)
+
+
+def parse_reports(texts: Sequence[str], formats: Sequence[str]) -> dict[str, str]:
+    """File -> format of each `FORMAT=FILE`."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not equals or not file or name not in formats:
+            raise UsageError(
+                f"--report {text}: not FORMAT=FILE with a format that there is",
+                f"write it like --report sarif=out.sarif; formats: {', '.join(formats)}",
+            )
+        if file in found:
+            raise UsageError(f"--report {text}: {file} is written twice", "give another file")
+        check_writable(file, "--report")
+        found[file] = name
+    return found
+
+
+def examine(
+    planned: Plan, settings: Settings, complain: Callable[[str, str | None], None]
+) -> tuple[Report | Failure, ...]:
+    """What every target gave, findings not yet held against anything.
+
+    One target that fails stops the run with its DoctorError; of several it is a Failure, told to
+    `complain` at once, and the others still run.
+    """
+    outcomes: list[Report | Failure] = []
+    for asked in planned.targets:
+        try:
+            with Progress() as progress:
+                target = launches.resolve(asked.options, progress.download)
+                if planned.source is not None:
+                    note = f"settings of {planned.source}"
+                    target = replace(target, notes=(*target.notes, note))
+                outcomes.append(audit(target, settings, progress.phase))
+        except DoctorError as error:
+            if len(planned.targets) == 1:
+                raise
+            name = asked.policy.target or "unnamed"
+            complain(f"{name}: {error.message}", error.hint)
+            outcomes.append(Failure(name, error.message, error.hint, error.exit_code))
+    return tuple(outcomes)
+
+
+def judge(
+    planned: Plan, outcomes: Sequence[Report | Failure], update: bool, today: date
+) -> tuple[Run, str | None]:
+    """The outcomes held against suppressions and baseline; with `update` the baseline's new text.
+
+    A target whose answer is not complete keeps its old entries.
+    """
+    known, text = _baseline(planned, update), None
+    pairs = list(zip(planned.targets, outcomes, strict=True))
+    if update and known is not None:
+        fresh = [_decided(asked, outcome, None, today) for asked, outcome in pairs]
+        known = _updated(known, fresh, planned)
+        text = baselines.render(known.entries)
+    return Run(tuple(_decided(asked, outcome, known, today) for asked, outcome in pairs)), text
+
+
+def _baseline(planned: Plan, update: bool) -> baselines.Baseline | None:
+    if planned.baseline is None:
+        if update:
+            raise UsageError("--update-baseline: no --baseline", "say which file: --baseline FILE")
+        return None
+    if update:
+        check_writable(planned.baseline, "--baseline")
+    return baselines.read(Path(planned.baseline), may_be_missing=update)
+
+
+def check_baseline(planned: Plan, update: bool) -> None:
+    """UsageError for a baseline that cannot be used, before the work is done."""
+    _baseline(planned, update)
+
+
+def _decided(
+    asked: Asked, outcome: Report | Failure, known: baselines.Baseline | None, today: date
+) -> Report | Failure:
+    if isinstance(outcome, Failure):
+        return outcome
+    return gate.decide(outcome, replace(asked.policy, baseline=known), today)
+
+
+def _updated(
+    known: baselines.Baseline, fresh: Sequence[Report | Failure], planned: Plan
+) -> baselines.Baseline:
+    complete = [
+        outcome
+        for outcome in fresh
+        if isinstance(outcome, Report) and outcome.gate.undetermined is None
+    ]
+    renewed = {report.gate.target for report in complete}
+    kept = [
+        entry
+        for entry in known.entries
+        if entry.target in planned.configured and entry.target not in renewed
+    ]
+    found = [entry for report in complete for entry in gate.entries(report)]
+    return replace(known, entries=(*kept, *found))
+
+
+def write(run: Run, destinations: Mapping[str, str]) -> None:
+    """The run in each format, file -> format."""
+    from dsv4doctor.report.formats import render
+
+    for file, name in destinations.items():
+        deliver(render(name, run), file, "--report")

@@ -1,0 +1,177 @@
+"""The options that commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+FLAGS_KEY = "dsv4doctor.sglang_flags"
+FORMATS = ("console", "json", "sarif", "junit", "github", "markdown", "html")
+_ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+
+
+class FlagsCommand(click.Command):
+    """A command whose arguments after `--` are SGLang's and not looked at here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            cut = args.index("--")
+            ctx.meta[FLAGS_KEY] = tuple(args[cut + 1 :])
+            args = args[:cut]
+        return super().parse_args(ctx, args)
+
+
+def option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """A click option with its environment variable, DSV4DOCTOR_<NAME>."""
+    long = next(name for name in names if name.startswith("--"))
+    variable = f"DSV4DOCTOR_{long[2:].upper().replace('-', '_')}"
+    return click.option(*names, envvar=variable, show_envvar=True, **settings)
+
+
+def _apply(decorators: Sequence[Callable[[F], F]], function: F) -> F:
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+_DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
+
+
+def facts_options(function: F) -> F:
+    return _apply(
+        [
+            click.argument("model", required=False),
+            option(
+                "--launch",
+                type=click.Path(dir_okay=False),
+                metavar="FILE[:LINE]",
+                help="Shell script with the SGLang command. Instead: SGLang's flags after `--`.",
+            ),
+            option(
+                "--sglang",
+                metavar="PATH|VERSION",
+                help="SGLang tree, or a release to fetch into the cache. "
+                "[default: the interpreter's]",
+            ),
+            option(
+                "--python",
+                metavar="INTERPRETER",
+                help="Python of the serving environment. [default: the launch script's, else "
+                "the one that runs dsv4doctor]",
+            ),
+            click.option(
+                "--env",
+                multiple=True,
+                metavar="KEY=VALUE",
+                help="Environment variable of the server; can be given several times.",
+            ),
+            option(
+                "-o",
+                "--output",
+                type=click.Path(dir_okay=False),
+                metavar="FILE",
+                help="Write there instead of standard output.",
+            ),
+            _DEBUG,
+        ],
+        function,
+    )
+
+
+def report_options(formats: Sequence[str]) -> Callable[[F], F]:
+    """The options of a command that reports in one of `formats`."""
+
+    def decorate(function: F) -> F:
+        return _apply([*_trace_options(formats)], facts_options(function))
+
+    return decorate
+
+
+def _trace_options(formats: Sequence[str]) -> list[Callable[[F], F]]:
+    return [
+        option(
+            "--arch",
+            type=click.Choice(_ARCHS),
+            default="auto",
+            show_default=True,
+            help="GPU architecture; auto asks the driver.",
+        ),
+        option(
+            "--snapshot",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="Facts of another machine, from `dsv4doctor snapshot`.",
+        ),
+        option("--format", type=click.Choice(formats), default="console", show_default=True),
+        option(
+            "--fail-on",
+            type=click.Choice(["error", "warning", "never"]),
+            default="error",
+            show_default=True,
+            help="The least severity of a finding that gives exit code 1.",
+        ),
+        option(
+            "--strict",
+            is_flag=True,
+            help="Exit code 3 also for a skipped rule or a kernel that is not known.",
+        ),
+        option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=300.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="Limit for a trace.",
+        ),
+        option("--no-cache", is_flag=True, help="Trace again even if nothing has changed."),
+        option("--why", is_flag=True, help="Also print the decision path: every branch."),
+        option(
+            "-v",
+            "--verbose",
+            is_flag=True,
+            help="Also print rules that were not checked, packages, changed arguments.",
+        ),
+        option(
+            "--config",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="dsv4doctor.toml or pyproject.toml. [default: the nearest one in the working "
+            "directory or above]",
+        ),
+        click.option(
+            "--target",
+            "targets",
+            multiple=True,
+            metavar="NAME",
+            help="Only this target of the configuration; can be given several times.",
+        ),
+    ]
+
+
+def gate_options(function: F) -> F:
+    return _apply(
+        [
+            click.option(
+                "--report",
+                "reports",
+                multiple=True,
+                metavar="FORMAT=FILE",
+                help="Also write FILE in that format; can be given several times.",
+            ),
+            option(
+                "--baseline",
+                type=click.Path(dir_okay=False),
+                metavar="FILE",
+                help="Findings that are known and do not fail.",
+            ),
+            click.option(
+                "--update-baseline",
+                is_flag=True,
+                help="Write the findings of this run into the --baseline file.",
+            ),
+        ],
+        function,
+    )
