@@ -359,3 +359,34 @@ def test_a_machine_without_triton_says_the_same(
     here = request(sglang_tree("0.5.14"), checkpoint(HYBRID))
     there = replace(here, interpreter=tmp_path / "venv" / "bin" / "python")
     assert trace_launch(here, use_cache=False).layers == trace_launch(there, use_cache=False).layers
+
+
+def test_a_draft_of_its_own_checkpoint(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
+    """--speculative-draft-model-path: the draft's stored format is that checkpoint's."""
+    other = checkpoint("canada-quant__DeepSeek-V4-Flash-NVFP4-FP8-MTP")
+    flags = (*EAGLE, "--speculative-draft-model-path", str(other))
+    trace = trace_launch(request(sglang_tree("0.5.23"), checkpoint(STOCK), flags), use_cache=False)
+    assert {layer.stored_format for layer in trace.of(Role.MAIN)} == {StoredFormat.MXFP4}
+    for layer in trace.of(Role.DRAFT):
+        assert layer.stored_format is StoredFormat.BF16
+    assert trace.of(Role.DRAFT) or trace.errors or trace.unresolved
+
+
+def test_a_runner_that_is_none_is_sglangs_own_fault(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    model = checkpoint("sgl-project__DeepSeek-V4-Flash-FP8", variant="model-type-deepseek-v4")
+    flags = ("--moe-runner-backend", "flashinfer_cutlass")
+    trace = trace_launch(request(sglang_tree("0.5.19"), model, flags), use_cache=False)
+    for layer in trace.of(Role.MAIN):
+        assert layer.error is not None
+        assert "runner_backend" in layer.error.message
+
+
+def test_a_name_that_a_module_has_for_other_gpus_only(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    asked = request(sglang_tree("0.5.20"), checkpoint(HYBRID), EAGLE, Arch(9, 0))
+    [draft] = trace_launch(asked, use_cache=False).of(Role.DRAFT)
+    assert draft.error is not None
+    assert "flashinfer_mxfp8_quantize" in draft.error.message

@@ -26,6 +26,8 @@ import linecache
 from pathlib import Path
 from typing import Any
 
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.models import (
     ArgChange,
     Branch,
@@ -48,7 +50,7 @@ def trace_from(
 ) -> Trace:
     """The Trace that a worker's result describes; file names become relative to the tree."""
     reader = _Reader(Path(tree.root))
-    stored = _StoredFormats(checkpoint)
+    stored = _StoredFormats(checkpoint, result["resolved_args"])
     errors = [error for error in result["errors"] if error["by_sglang"]]
     return Trace(
         sglang=tree,
@@ -85,14 +87,30 @@ def artefact(error: dict[str, Any]) -> str:
 class _StoredFormats:
     """Stored format of a layer by SGLang's module name."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, resolved: dict[str, Any]) -> None:
         self.main = {layer.index: layer.stored_format for layer in checkpoint.main_layers}
-        self.draft = {layer.index: layer.stored_format for layer in checkpoint.draft_layers}
+        draft = _draft_checkpoint(checkpoint, resolved)
+        layers = draft.draft_layers if draft is not None else ()
+        self.draft = {layer.index: layer.stored_format for layer in layers}
 
     def of(self, role: Role, name: str) -> StoredFormat | None:
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         index = numbers[0] if numbers else 0
         return (self.main if role is Role.MAIN else self.draft).get(index)
+
+
+def _draft_checkpoint(checkpoint: Checkpoint, resolved: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint that the draft comes from: often the model's own.
+
+    None for one of its own that cannot be read here.
+    """
+    path = resolved.get("speculative_draft_model_path")
+    if not path or path == resolved.get("model_path"):
+        return checkpoint
+    try:
+        return read_checkpoint(Path(path))
+    except DoctorError:
+        return None
 
 
 class _Reader:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsv4doctor.errors import DoctorError, UndeterminedError, UsageError
+from dsv4doctor.flags import advice, options_of
 from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Trace
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.protocol import trace_from
@@ -185,10 +186,19 @@ def _flag_message(said: str, request: TraceRequest) -> tuple[str, str]:
     """SGLang's own complaint about a flag, without the usage text in front."""
     _, marker, complaint = said.rpartition("error: ")
     line = " ".join(complaint.split())[:300] if marker else "it stopped while reading the flags"
+    _, unrecognised, named = line.partition("unrecognized arguments: ")
+    hint = advice(named.split(), _known_options(request.tree)) if unrecognised else None
     return (
         f"{request.launch.source}: SGLang {request.tree.version} does not take these flags: {line}",
-        f"compare with `{request.interpreter} -m sglang.launch_server --help`",
+        hint or f"compare with `{request.interpreter} -m sglang.launch_server --help`",
     )
+
+
+def _known_options(tree: SglangTree) -> set[str]:
+    root = Path(tree.root) / "sglang" / "srt"
+    files = [root / "server_args.py", *sorted((root / "arg_groups" / "fields").glob("*.py"))]
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
+    return options_of(texts)
 
 
 def _import_failure(message: str, request: TraceRequest) -> tuple[str, str]:

@@ -94,9 +94,10 @@ def _is_wrapper(symbol):
 def sglang_location(error):
     """Where SGLang's code was when `error` was raised; and whether SGLang itself raised it.
 
-    Returns (location, raised_by_sglang, innermost_file).  Only a raise or an assert of SGLang's, or
-    a missing attribute of one of its own objects, counts as raised by SGLang: anything else that
-    breaks in its frames may have broken on a stand-in.
+    Returns (location, raised_by_sglang, innermost_file).  What counts as raised by SGLang: a raise
+    or an assert of its own; a name that one of its modules does not have; an attribute that a
+    layer, its quant method or its config lacks.  Anything else that breaks in its frames may have
+    broken on a stand-in.
     """
     innermost, inside = None, None
     trace = error.__traceback__
@@ -115,7 +116,8 @@ def sglang_location(error):
     own = inside is innermost and (
         statement.startswith("raise")
         or isinstance(error, AssertionError)  # an assert fails in its own frame
-        or _lacks_attribute(error)
+        or (isinstance(error, ImportError) and (error.name or "").startswith("sglang."))
+        or _lacks_attribute(error, innermost.tb_frame, statement)
     )
     return where, own, filename
 
@@ -123,12 +125,20 @@ def sglang_location(error):
 _OF_A_LAYER = {"FusedMoE", "QuantizeMethodBase", "QuantizationConfig"}
 
 
-def _lacks_attribute(error):
-    """True when a layer, its quant method or its config lacks an attribute.
+def _lacks_attribute(error, frame, statement):
+    """True when a layer, its quant method or its config lacks an attribute, or has None for it.
 
     Those are built as in a server.  Other objects may only be missing what a trace does not set
     up, such as the buffers of data-parallel attention.
     """
     if not isinstance(error, AttributeError) or isinstance(error.obj, type):
         return False
-    return any(cls.__name__ in _OF_A_LAYER for cls in type(error.obj).__mro__)
+    if error.obj is None:  # self.runner.backend while self.runner is None
+        owner = frame.f_locals.get("self")
+        chain = rf"\bself\.\w+\.{error.name}\b"
+        return _of_a_layer(owner) and re.search(chain, statement) is not None
+    return _of_a_layer(error.obj)
+
+
+def _of_a_layer(value):
+    return any(cls.__name__ in _OF_A_LAYER for cls in type(value).__mro__)
