@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dsv4doctor.models import Run
-from dsv4doctor.report import console, json
+from dsv4doctor.report import console, github, json, junit, markdown, sarif
 
 _PLAIN = console.Style(width=100)
 
 RENDERERS: dict[str, Callable[[Run], str]] = {
     "console": lambda run: console.render_run(run, _PLAIN, with_findings=True),
     "json": json.render_run,
+    "sarif": sarif.render,
+    "junit": junit.render,
+    "github": github.render,
+    "markdown": markdown.render,
 }
 
 
