@@ -11,6 +11,7 @@ from dsv4doctor import __version__
 from dsv4doctor.alternatives import Candidate, candidates, outcome
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.facts.callsite import call_texts, text_at
+from dsv4doctor.facts.features import read_features
 from dsv4doctor.models import (
     Alternative,
     Facts,
@@ -24,7 +25,7 @@ from dsv4doctor.models import (
     Verdict,
 )
 from dsv4doctor.rules import RULES
-from dsv4doctor.rules.rule import FACTS, Rule
+from dsv4doctor.rules.rule import FACTS, NotChecked, Rule
 from dsv4doctor.target import Target
 from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
 from dsv4doctor.verdicts import drops_clamp, judge
@@ -81,6 +82,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         call_texts=texts,
         alternatives=tried,
         notes=target.notes,
+        features=read_features(Path(target.tree.root)),
     )
     results = run_rules(RULES, facts)
     ended = time.monotonic()
@@ -170,16 +172,23 @@ def run_rules(rules: Iterable[Rule], facts: Facts) -> tuple[RuleResult, ...]:
 
 def _run(rule: Rule, facts: Facts) -> RuleResult:
     for name in rule.reads:
-        missing = FACTS[name](facts)
-        if missing is not None:
-            return RuleResult(rule.id, rule.title, Outcome.SKIP, reason=missing)
+        absent = FACTS[name](facts)
+        if absent is not None:
+            return _skip(rule, absent)
     try:
         findings = tuple(rule.check(facts))
+    except NotChecked as missing:
+        return _skip(rule, str(missing))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         return RuleResult(rule.id, rule.title, Outcome.CRASH, reason=reason)
     outcome = Outcome.FINDING if findings else Outcome.PASS
     return RuleResult(rule.id, rule.title, outcome, findings)
+
+
+def _skip(rule: Rule, reason: str) -> RuleResult:
+    required = not rule.about_machine
+    return RuleResult(rule.id, rule.title, Outcome.SKIP, reason=reason, required=required)
 
 
 def undetermined(report: Report, strict: bool) -> str | None:
@@ -191,7 +200,7 @@ def undetermined(report: Report, strict: bool) -> str | None:
     for result in report.results:
         if result.outcome is Outcome.CRASH:
             return f"rule {result.rule} crashed ({result.reason})"
-        if strict and result.outcome is Outcome.SKIP:
+        if strict and result.outcome is Outcome.SKIP and result.required:
             return f"rule {result.rule} was skipped ({result.reason})"
     if trace is None:
         return report.facts.trace_failure or "there is no trace"

@@ -477,6 +477,8 @@ class TreeFeatures:
     """None: there is no mooncake transfer."""
     mxfp8_dense: Location | None = None
     """Where dense FP8 weights with 32-blocks are given an MXFP8 backend."""
+    state_by_token: bool = False
+    """The KV pool pays the compressor's state of ratio 128 by the token, not by the request."""
     engram_over_ranks: bool = False
     """Engram tables are sharded over the ranks."""
 
@@ -498,6 +500,10 @@ class Facts:
     """Tried when the launch does not run; empty otherwise."""
     notes: tuple[str, ...] = ()
     """What was decided for the user, and what of the launch could not be followed."""
+    features: TreeFeatures | None = None
+    """What the SGLang tree's sources have and lack."""
+    peer: Facts | None = None
+    """The other side of a prefill/decode pair."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
 from dsv4doctor.facts.gpu import read_gpus
+from dsv4doctor.facts.host import read_host
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
 from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.facts.tree import read_tree
@@ -101,11 +102,13 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         model_path = _materialised(kept, default_cache())
     interpreter = _interpreter(options, launch, notes)
     variables = {**environment, **launch.environment}
-    with ThreadPoolExecutor(max_workers=1) as beside:
+    with ThreadPoolExecutor(max_workers=2) as beside:
         # Most of it is waiting: for the target interpreter's answer, or for a download.
+        machine = None if saved else beside.submit(read_host, variables, gpus, launch.model)
         tree_and_stack = beside.submit(_tree, options, saved, interpreter, variables, download)
         checkpoint = kept or read_checkpoint(model_path, default_cache() / "checkpoints")
         tree, stack = tree_and_stack.result()
+        host = machine.result() if machine is not None else saved.host if saved else None
     snapshot = take(
         gpu=gpus,
         sglang=tree,
@@ -113,6 +116,7 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         checkpoint=checkpoint,
         launch=launch,
         environment=environment,
+        host=host,
     )
     return Target(
         snapshot=snapshot,
@@ -150,13 +154,15 @@ def facts_of_machine(options: Options, download: Download | None = None) -> Snap
         stack, _ = read_stack(interpreter, variables, against=tree)
     else:
         stack, tree = read_stack(interpreter, variables)
+    gpus = read_gpus()
     return take(
-        gpu=read_gpus(),
+        gpu=gpus,
         sglang=tree,
         stack=stack,
         checkpoint=checkpoint,
         launch=launch,
         environment=environment,
+        host=read_host(variables, gpus, launch.model if launch else None),
     )
 
 

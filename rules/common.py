@@ -36,6 +36,72 @@ def _argument(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def flag(facts: Facts, name: str) -> str | None:
+    """The value of SGLang's flag `name` as the user wrote it."""
+    launch = facts.snapshot.launch
+    return flag_value(launch.flags, name) if launch else None
+
+
+def is_speculative(facts: Facts, algorithm: str) -> bool:
+    """True when the launch asks for this speculative algorithm."""
+    return (flag(facts, "--speculative-algorithm") or "").upper() == algorithm
+
+
+def is_v41(facts: Facts) -> bool:
+    checkpoint = facts.snapshot.checkpoint
+    return checkpoint is not None and checkpoint.config.get("model_type") == "deepseek_v41"
+
+
+def set_by_user(facts: Facts, name: str) -> str | None:
+    """The environment variable `name` as the launch, or else the machine, sets it."""
+    launch = facts.snapshot.launch
+    own = launch.environment.get(name) if launch else None
+    return facts.snapshot.environment.get(name) if own is None else own
+
+
+def in_effect(facts: Facts, name: str) -> str | None:
+    """The environment variable `name` as the server will see it: what SGLang itself sets, else
+    the user's value, else the default of this SGLang.  None: it does not know the variable."""
+    overwritten = facts.trace.environment_overwritten.get(name) if facts.trace else None
+    if overwritten is not None:
+        return overwritten[1]
+    default = facts.features.environment_defaults.get(name) if facts.features else None
+    return default if (value := set_by_user(facts, name)) is None else value
+
+
+def is_true(value: str | None) -> bool:
+    return value is not None and value.strip().lower() in ("1", "true", "yes", "y", "on")
+
+
+def same_value(one: str, other: str) -> bool:
+    """True for two spellings of one value: "1" and "True"."""
+    false = ("0", "false", "no", "n", "off")
+    return one == other or (
+        (is_true(one) and is_true(other))
+        or (one.strip().lower() in false and other.strip().lower() in false)
+    )
+
+
+def uses_flashinfer_mla(facts: Facts) -> bool:
+    """True on sm_12x where SGLang's sparse MLA goes to FlashInfer."""
+    chosen = in_effect(facts, "SGLANG_SM120_FLASHMLA_BACKEND")
+    known = facts.features is not None and (
+        "SGLANG_SM120_FLASHMLA_BACKEND" in facts.features.environment_defaults
+    )
+    return facts.arch.is_sm12x and known and chosen == "flashinfer"
+
+
+def flashinfer_source(facts: Facts) -> str:
+    """Where `flashinfer_version` has it from, for the evidence."""
+    version = flashinfer_version(facts)
+    borrowed = facts.trace is None or facts.trace.sglang.borrowed
+    where = f"pinned by SGLang {facts.trace.sglang.version}" if borrowed and facts.trace else ""
+    return f"FlashInfer {version}, {where or 'installed'}"
+
+
+TRITON_MLA = "SGLANG_SM120_FLASHMLA_BACKEND=triton"
+
+
 def call_text(facts: Facts, layer: Layer) -> str:
     return text_at(facts.call_texts, layer)
 

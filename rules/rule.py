@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from dsv4doctor.models import Facts, Finding, Severity
 
 
+class NotChecked(Exception):
+    """What kept a rule from being checked."""
+
+
 @dataclass(frozen=True)
 class Rule:
     id: str
@@ -17,6 +21,9 @@ class Rule:
     reads: tuple[str, ...]
     """The facts it needs, of `FACTS`; where one is missing the rule is skipped."""
     check: Callable[[Facts], Iterable[Finding]]
+    """Raises NotChecked where a fact that this launch needs is missing."""
+    about_machine: bool = False
+    """It asks about the serving machine, which --strict does not insist on."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,26 @@ def _launch(facts: Facts) -> str | None:
     return None if facts.snapshot.launch is not None else "no launch command was read"
 
 
+def _features(facts: Facts) -> str | None:
+    return None if facts.features is not None else "the SGLang tree's sources were not read"
+
+
+def _stack(facts: Facts) -> str | None:
+    return None if facts.snapshot.stack is not None else "the installed packages were not read"
+
+
+def _host(facts: Facts) -> str | None:
+    if facts.snapshot.host is None:
+        return "the machine's facts were not read"
+    return None if facts.snapshot.gpu.gpus else "this machine has no GPU: it is not the server"
+
+
 FACTS: dict[str, Callable[[Facts], str | None]] = {
     "trace": _trace,
     "checkpoint": _checkpoint,
     "launch": _launch,
+    "features": _features,
+    "stack": _stack,
+    "host": _host,
 }
 """Name -> why that fact is missing, or None when it is there."""

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from dsv4doctor.models import (
     ARCHS,
     Checkpoint,
     ExpertLayer,
     Facts,
+    Gpu,
     GpuFacts,
+    HostFacts,
     Kernel,
     Launch,
     Layer,
     Location,
+    Package,
     Role,
     SglangError,
     SglangTree,
     Snapshot,
+    Stack,
     StoredFormat,
     Trace,
+    TreeFeatures,
     Verdict,
 )
 from dsv4doctor.verdicts import judge
@@ -137,7 +144,13 @@ def checkpoint(
 ) -> Checkpoint:
     layers = [ExpertLayer(f"layers.{i}.ffn.experts", Role.MAIN, i, main, 256, "") for i in range(3)]
     layers.append(ExpertLayer("mtp.0.ffn.experts", Role.DRAFT, 0, draft, 256, ""))
-    config = {"model_type": "deepseek_v4", "swiglu_limit": swiglu_limit}
+    config = {
+        "model_type": "deepseek_v4",
+        "swiglu_limit": swiglu_limit,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "max_position_embeddings": 1 << 20,
+    }
     return Checkpoint(
         path="checkpoint",
         name="DeepSeek-V4-Flash-NVFP4",
@@ -180,6 +193,97 @@ def facts(
     launch = Launch("command line", None, {}, "model", flags)
     snapshot = Snapshot("0", "", GpuFacts(()), _TREE, None, stored, launch, {})
     return Facts(snapshot, ARCHS[arch], "--arch", trace, call_texts=texts)
+
+
+SOURCES = TreeFeatures(
+    environment_defaults={
+        "SGLANG_SM120_FLASHMLA_BACKEND": "flashinfer",
+        "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "False",
+        "SGLANG_OPT_USE_TILELANG_INDEXER": "False",
+        "SGLANG_OPT_FP8_WO_A_GEMM": "True",
+        "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "True",
+        "SGLANG_DSV4_FP4_EXPERTS": "True",
+        "SGLANG_DSV4_COMPRESS_STATE_DTYPE": "float32",
+    },
+    sparse_mla_file="sglang/kernels/ops/attention/flash_mla_sm120.py",
+    split_scratch=Location("sglang/kernels/ops/attention/flash_mla_sm120.py", 511),
+    torch_indexer=Location("sglang/srt/layers/attention/dsv4/indexer.py", 188),
+    torch_indexer_bytes=2,
+    probes_experts=Location("sglang/srt/configs/deepseek_v4.py", 13),
+    mooncake_sends_state=True,
+    mxfp8_dense=Location("sglang/srt/layers/quantization/fp8_utils.py", 900),
+    engram_over_ranks=True,
+)
+"""SGLang 0.5.23."""
+
+SM120_ENVIRONMENT: dict[str, tuple[str | None, str]] = {
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": (None, "True"),
+    "SGLANG_OPT_USE_TILELANG_INDEXER": (None, "True"),
+    "SGLANG_OPT_FP8_WO_A_GEMM": (None, "False"),
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": (None, "False"),
+}
+"""What SGLang 0.5.16 and newer set on sm_12x where the user has not."""
+
+
+def scene(
+    arch: str = "sm_120",
+    *,
+    flags: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    overwritten: dict[str, tuple[str | None, str]] | None = None,
+    resolved: dict[str, Any] | None = None,
+    features: TreeFeatures = SOURCES,
+    packages: tuple[Package, ...] = (),
+    origin: str = "installed",
+    version: str = "0.5.23",
+    model: str = "deepseek_v4",
+    layers: Sequence[Layer] = (),
+    errors: tuple[SglangError, ...] = (),
+    checkpoint: Checkpoint | None = None,
+    host: HostFacts | None = None,
+    gpus: tuple[Gpu, ...] = (),
+    path: str = "model",
+) -> Facts:
+    """Facts of a launch that traced without trouble, for rules that are not about experts."""
+    base = facts(arch, layers, flags=flags, errors=errors, checkpoint=checkpoint)
+    assert base.trace is not None
+    assert base.snapshot.checkpoint is not None
+    assert base.snapshot.launch is not None
+    stored = base.snapshot.checkpoint
+    stored = replace(stored, config={**stored.config, "model_type": model})
+    launch = replace(base.snapshot.launch, environment=environment or {}, model=path)
+    tree = SglangTree("tree", version, origin)
+    return replace(
+        base,
+        trace=replace(
+            base.trace,
+            sglang=tree,
+            resolved_args=resolved or {},
+            environment_overwritten=SM120_ENVIRONMENT if overwritten is None else overwritten,
+        ),
+        snapshot=replace(
+            base.snapshot,
+            sglang=tree,
+            checkpoint=stored,
+            launch=launch,
+            stack=Stack("python", "3.12.3", packages),
+            host=host,
+            gpu=GpuFacts(gpus),
+        ),
+        features=features,
+    )
+
+
+def flashinfer(version: str) -> tuple[Package, ...]:
+    return (Package("flashinfer-python", version, f"=={version}", True),)
+
+
+def gpus(count: int, arch: str = "sm_120", **facts: Any) -> tuple[Gpu, ...]:
+    name = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+    return tuple(
+        Gpu(index, name, ARCHS[arch], 95 << 30, f"00000000:{index + 1:02X}:00.0", **facts)
+        for index in range(count)
+    )
 
 
 def _call_of(layer: Layer) -> str | None:

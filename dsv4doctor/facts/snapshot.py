@@ -15,7 +15,7 @@ from typing import Any
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import UsageError
-from dsv4doctor.models import Checkpoint, GpuFacts, Launch, SglangTree, Snapshot, Stack
+from dsv4doctor.models import Checkpoint, GpuFacts, HostFacts, Launch, SglangTree, Snapshot, Stack
 
 REDACTED = "[redacted]"
 SCHEMA = "dsv4doctor-snapshot/1"
@@ -44,6 +44,7 @@ def take(
     checkpoint: Checkpoint | None,
     launch: Launch | None,
     environment: Mapping[str, str],
+    host: HostFacts | None = None,
 ) -> Snapshot:
     """The facts as one Snapshot: variables that matter only, secrets redacted."""
     return Snapshot(
@@ -55,6 +56,7 @@ def take(
         checkpoint=checkpoint,
         launch=redacted_launch(launch) if launch else None,
         environment=redacted_environment(environment),
+        host=host,
     )
 
 

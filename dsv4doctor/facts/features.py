@@ -1,0 +1,91 @@
+"""What an SGLang tree's sources have and lack, read as text: nothing of the tree is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from dsv4doctor.models import Location, TreeFeatures
+
+_SPARSE_MLA = (
+    "sglang/kernels/ops/attention/flash_mla_sm120.py",
+    "sglang/srt/layers/attention/flash_mla_sm120.py",
+)
+_INDEXER = "sglang/srt/layers/attention/dsv4/indexer.py"
+_DEFAULT = re.compile(r"^    (SGLANG\w+) = Env\w+\((.*)\)$", re.MULTILINE)
+
+
+def read_features(root: Path) -> TreeFeatures:
+    """The features of the tree whose `sglang/` lies in `root`.  Never raises for a file that is
+    missing or unreadable: it has nothing then."""
+    sparse_file = next((name for name in _SPARSE_MLA if (root / name).is_file()), None)
+    sparse = _text(root, sparse_file) if sparse_file else ""
+    indexer = _text(root, _INDEXER)
+    torch_indexer, body = _function(_INDEXER, indexer, "fp8_paged_mqa_logits_torch_sm120")
+    config = "sglang/srt/configs/deepseek_v4.py"
+    probes, _ = _function(config, _text(root, config), "try_detect_fp4_experts")
+    dense = "sglang/srt/layers/quantization/fp8_utils.py"
+    mxfp8, _ = _function(dense, _text(root, dense), "resolve_block_fp8_mxfp8_backend")
+    mooncake = _text(root, "sglang/srt/disaggregation/mooncake/conn.py")
+    return TreeFeatures(
+        environment_defaults=_defaults(_text(root, "sglang/srt/environ.py")),
+        sparse_mla_file=sparse_file,
+        decode_shape_guard="_decode_dsv4_dispatchable" in sparse,
+        prefill_shape_guard="_flashinfer_covers" in sparse,
+        split_scratch=_split_scratch(sparse_file, sparse) if sparse_file else None,
+        torch_indexer=torch_indexer,
+        torch_indexer_bytes=_value_bytes(body),
+        probes_experts=probes,
+        mooncake_sends_state="StateType" in mooncake or "state_indices" in mooncake
+        if mooncake
+        else None,
+        mxfp8_dense=mxfp8,
+        state_by_token="c128_state_ratio"
+        in _text(root, "sglang/srt/model_executor/pool_configurator.py"),
+        engram_over_ranks="def shard_range" in _text(root, "sglang/srt/layers/engram.py"),
+    )
+
+
+def _text(root: Path, name: str) -> str:
+    try:
+        return (root / name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _defaults(text: str) -> dict[str, str]:
+    found = {}
+    for name, value in _DEFAULT.findall(text):
+        try:
+            found[name] = str(ast.literal_eval(value))
+        except (ValueError, SyntaxError):
+            continue  # a default that is computed
+    return found
+
+
+def _function(file: str, text: str, name: str) -> tuple[Location | None, str]:
+    """Where the module-level function `name` starts, and its source."""
+    match = re.search(rf"^def {name}\(.*?(?=^\S(?!.*\) ?(?:->.*)?:$)|\Z)", text, re.M | re.S)
+    if match is None:
+        return None, ""
+    line = text.count("\n", 0, match.start()) + 1
+    return Location(file, line, name, f"def {name}("), match.group()
+
+
+def _value_bytes(body: str) -> int | None:
+    """The width of the keys that the indexer unpacks: by the type it converts them to."""
+    match = re.search(r"kv_value = .*\.to\(torch\.(float32|bfloat16|float16)\)", body)
+    return None if match is None else 4 if match.group(1) == "float32" else 2
+
+
+def _split_scratch(file: str, text: str) -> Location | None:
+    """The allocation of the page split, where it copies touched pages into memory that nobody
+    has written."""
+    start, body = _function(file, text, "_split_kv_pages_to_64")
+    if start is None or "touched_indices" not in body:
+        return None
+    for offset, line in enumerate(body.splitlines()):
+        if re.search(r"\bbuf = torch\.empty\(", line):
+            return Location(file, start.line + offset, start.function, line.strip())
+    return None
