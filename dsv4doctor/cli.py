@@ -23,6 +23,7 @@ from dsv4doctor.cli_options import (
     gate_options,
     report_options,
 )
+from dsv4doctor.diagnose_cli import diagnose_command, explain_command
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.kernels_cli import kernels_group
 from dsv4doctor.terminal import (
@@ -137,6 +138,8 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
 
 
 cli.add_command(kernels_group)
+cli.add_command(diagnose_command)
+cli.add_command(explain_command)
 
 
 def _options(ctx: click.Context, options: dict[str, Any]) -> Options:

@@ -1,0 +1,241 @@
+"""One pass over a log: what was seen, where, and what stood around it.
+
+Most of a log is batch and request lines; those are dropped by one pattern, and what is left of
+a chunk is looked at line by line only when it holds one of a few telling words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dsv4doctor.diagnose.lines import MAX_TEXT, Line, Stripper
+from dsv4doctor.diagnose.signature import Signature
+from dsv4doctor.diagnose.traces import Traceback, Tracebacks
+
+BEFORE = 60
+AFTER = 40
+"""Lines kept around a match, batch and request lines not counted."""
+_START_BYTES = 4 << 20
+"""The beginning of a log is read line by line: versions, GPU and arguments stand there."""
+_KEPT = 3
+"""Sightings of a signature that are kept whole; the others are counted."""
+_DISTINCT = 64
+_LAST_LINES = 30
+
+GATES = (
+    b"rror", b"ERROR", b"xception", b"ailed", b"ailure", b"nsupported", b"upported", b"illed",
+    b"support", b"ismatch", b"SIG", b"signal", b"server_args=", b"TRT-LLM", b"trtllm",
+    b"haRunner", b"must match", b"exceeds", b"mempolicy", b"mbind", b"unexpected weight",
+    b"sing default", b"COMPLETE", b"imeout", b"sparse_mla", b"sparse-MLA", b"num_tokens >",
+    b"out of resource", b"no kernel", b"not compatible", b"not defined", b"ibv_", b"NIXL_ERR",
+    b"illegal memory", b"out of memory", b"Not enough memory", b"unrecognized", b"oom-kill",
+    b"affinity", b"membind", b"exit code", b"sigquit", b"core dumped", b"terminate called",
+    b"Traceback", b"speculative algorithm", b"attn-backend",
+)  # fmt: skip
+"""A chunk without any of these holds nothing to look at."""
+
+_BORING = re.compile(
+    rb"(?:\x1b\[[0-9;]{0,12}m)?"
+    rb"(?:\{\"log\":\"|\S{20,35} std(?:out|err) F |\w{3} [ \d]\d [\d:]{8} \S{1,60} \S{1,60}: "
+    rb"|[\w.-]{1,60} {1,20}\| )?"
+    rb"\[20\d\d-[\d.,: -]{10,24}[A-Z0-9_ ]{0,60}\] "
+    rb"(?:(?:Decode|Prefill) batch(?: \[\d+\])?[^\[\]{}='\n]{0,900}"
+    rb"|INFO:[^\n]{0,40} - \"[A-Z]{3,7} [^\"\n]{1,300}\" 200 OK"
+    rb"|Finish: obj=[^\n]{0,400})"
+    rb"(?:\\n\",\"stream\"[^\n]{0,100})?\r?$"
+)
+_LAYER = re.compile(
+    r"(?<![\w.])((?:draft_)?model\.(?:decoder|layers\.\d{1,3})[\w.]{0,80}|stages?\.\d{1,2}[\w.]{0,80}"
+    r"|mtp\.\d{1,2}[\w.]{0,80})"
+)
+_ERROR_SHAPES = re.compile(
+    r"^\s{0,8}(?:[A-Za-z_][\w.]{0,100}(?:Error|Exception|Interrupt|OutOfResources)(?::|$)"
+    r"|Fatal Python error|terminate called|Segmentation fault|Aborted|Killed\b|Bus error"
+    r"|CUDA error|E\d{4} )"
+    r"|Scheduler hit an exception|core dumped|\bERROR\b|\bFATAL\b|\[ERROR\]|CUDA error:"
+    r"|(?:^|\s)error: "
+)
+_ERROR_WORDS = ("rror", "ERROR", "FATAL", "xception", "Killed", "dumped", "fault", "terminate",
+                "Abort", "Interrupt", "Resources")  # fmt: skip
+
+
+@dataclass
+class Sighting:
+    """A line that a signature matched, with the lines around it."""
+
+    signature: Signature
+    line: Line
+    fields: dict[str, str]
+    before: tuple[str, ...]
+    layer: str | None
+    """The layer named last before it."""
+    after: list[str] = field(default_factory=list)
+    traceback: Traceback | None = None
+
+    @property
+    def window(self) -> str:
+        return "\n".join((*self.before, self.line.text[:MAX_TEXT], *self.after))
+
+
+@dataclass
+class Tally:
+    """All sightings of one signature."""
+
+    signature: Signature
+    kept: list[Sighting] = field(default_factory=list)
+    count: int = 0
+    ranks: dict[str, None] = field(default_factory=dict)
+    values: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Field -> its distinct values, the first _DISTINCT of them."""
+    last_line: int = 0
+
+
+@dataclass
+class Observation:
+    """What one pass over a log saw."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    errors: list[Line] = field(default_factory=list)
+    """Lines that report an error, the first 200."""
+    error_count: int = 0
+    tracebacks: list[Traceback] = field(default_factory=list)
+    arguments: list[Line] = field(default_factory=list)
+    """Lines with the server's arguments or its command, up to the first error and after it."""
+    start: list[str] = field(default_factory=list)
+    """The first lines, where versions and the GPU are named."""
+    lines: int = 0
+    size: int = 0
+    last_text_line: int = 0
+
+
+class Scanner:
+    """Fed the chunks of a log in order; `finish` gives what was seen."""
+
+    def __init__(self, signatures: Iterable[Signature]) -> None:
+        self._signatures = tuple(signatures)
+        self._seen = Observation()
+        self._tracebacks = Tracebacks()
+        self._stripper = Stripper()
+        self._recent: deque[str] = deque(maxlen=BEFORE)
+        self._skipped: list[bytes] = []
+        self._pending: list[Sighting] = []
+        self._layer: str | None = None
+        self._last_error = ""
+
+    def feed(self, chunk: bytes) -> None:
+        """Look at `chunk`: whole lines."""
+        boring = _BORING.match
+        lines = chunk.split(b"\n")
+        lines.pop()
+        first = self._seen.lines + 1
+        left = [line for line in lines if not boring(line)]
+        if left:
+            joined = b"\n".join(left)
+            is_start = self._seen.size < _START_BYTES
+            if is_start or self._is_busy() or any(gate in joined for gate in GATES):
+                self._refill()
+                wanted = set(map(id, left)) if len(left) < len(lines) else None
+                for offset, raw in enumerate(lines):
+                    if wanted is None or id(raw) in wanted:
+                        self._look(raw, first + offset)
+            else:
+                self._skipped = left[-BEFORE:]
+            self._seen.last_text_line = first + len(lines) - 1
+        self._seen.lines += len(lines)
+        self._seen.size += len(chunk)
+
+    def finish(self) -> Observation:
+        self._tracebacks.close()
+        self._seen.tracebacks = self._tracebacks.found
+        for tally in self._seen.tallies.values():
+            for sighting in tally.kept:
+                sighting.traceback = self._tracebacks.around(sighting.line.number)
+        return self._seen
+
+    def _is_busy(self) -> bool:
+        return bool(self._pending) or self._tracebacks.is_open
+
+    def _refill(self) -> None:
+        """The lines of a skipped chunk become the context of what follows."""
+        for raw in self._skipped:
+            for line in self._stripper.lines(raw, 0):
+                self._recent.append(line.text[:400])
+        self._skipped = []
+
+    def _look(self, raw: bytes, number: int) -> None:
+        for line in self._stripper.lines(raw, number):
+            self._take(line)
+
+    def _take(self, line: Line) -> None:
+        text = line.text
+        seen = self._seen
+        if len(seen.start) < 4000:
+            seen.start.append(text[:600])
+        if "server_args=" in text or "launch_server" in text or "sglang serve" in text:
+            self._argument(line)
+        if len(text) > MAX_TEXT:
+            text = text[:MAX_TEXT]
+        ended = self._tracebacks.take(line)
+        named = (
+            _LAYER.search(text) if "model." in text or "stage" in text or "mtp." in text else None
+        )
+        if named is not None:
+            self._layer = named[1].rstrip(".")
+        for pending in self._pending:
+            pending.after.append(text[:400])
+        if self._pending:
+            self._pending = [one for one in self._pending if len(one.after) < AFTER]
+        for signature in self._signatures:
+            if any(literal in text for literal in signature.literals):
+                self._try(signature, line, text)
+        if ended or (
+            any(word in text for word in _ERROR_WORDS) and _ERROR_SHAPES.search(text) is not None
+        ):
+            self._error(line)
+        self._recent.append(text[:400])
+
+    def _argument(self, line: Line) -> None:
+        kept = self._seen.arguments
+        if self._seen.errors and kept:
+            return  # a later restart is not the launch that failed
+        kept.append(line)
+        if len(kept) > 8:
+            del kept[1]
+
+    def _error(self, line: Line) -> None:
+        self._seen.error_count += 1
+        if len(self._seen.errors) < 200 and line.text != self._last_error:
+            self._seen.errors.append(Line(line.number, line.text[:1000], line.time, line.rank))
+        self._last_error = line.text
+
+    def _try(self, signature: Signature, line: Line, text: str) -> None:
+        for pattern in signature.patterns:
+            matched = pattern.search(text)
+            if matched is not None:
+                fields = {name: value for name, value in matched.groupdict().items() if value}
+                self._sight(signature, line, fields)
+                return
+
+    def _sight(self, signature: Signature, line: Line, fields: dict[str, str]) -> None:
+        tally = self._seen.tallies.setdefault(signature.id, Tally(signature))
+        tally.count += 1
+        tally.last_line = line.number
+        if line.rank and len(tally.ranks) < _DISTINCT:
+            tally.ranks[line.rank] = None
+        for name, value in fields.items():
+            values = tally.values.setdefault(name, {})
+            if len(values) < _DISTINCT:
+                values[value] = None
+        if len(tally.kept) < _KEPT and len(self._pending) < 50:
+            kept = Line(line.number, line.text[:MAX_TEXT], line.time, line.rank)
+            sighting = Sighting(signature, kept, fields, tuple(self._recent), self._layer)
+            tally.kept.append(sighting)
+            self._pending.append(sighting)
+
+
+def is_last(tally: Tally, seen: Observation) -> bool:
+    """Whether the signature's last match stands among the last lines of the log."""
+    return seen.lines - tally.last_line < _LAST_LINES

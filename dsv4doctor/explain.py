@@ -1,0 +1,104 @@
+"""The long form of a rule or of a log signature: cause, releases, evidence, links, fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from types import ModuleType
+
+from dsv4doctor.diagnose.signature import Signature, signatures
+from dsv4doctor.errors import UsageError
+from dsv4doctor.rules import MODULES
+
+_LINK = re.compile(r"https?://[^\s)>\"']{4,200}")
+
+
+def listing() -> str:
+    """Every rule and signature, one a line."""
+    rows = [(module.RULE.id, module.RULE.severity.value, module.RULE.title) for module in MODULES]
+    rows += [(entry.id, entry.severity.value, entry.title) for entry in signatures()]
+    wide = max(len(row[0]) for row in rows)
+    return "".join(f"{name:<{wide}}  {severity:<7}  {title}\n" for name, severity, title in rows)
+
+
+def explain(name: str) -> str:
+    """The text for a rule's or signature's id, whatever its case; UsageError for another one."""
+    wanted = name.strip().upper()
+    for module in MODULES:
+        if module.RULE.id.upper() == wanted:
+            return _rule(module)
+    for signature in signatures():
+        if signature.id.upper() == wanted:
+            return _signature(signature)
+    known = [module.RULE.id for module in MODULES] + [entry.id for entry in signatures()]
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4) or known[:3]
+    raise UsageError(
+        f"{name[:60]}: no such rule or signature",
+        f"closest: {', '.join(near)}; `dsv4doctor explain --list` shows all",
+    )
+
+
+def _rule(module: ModuleType) -> str:
+    rule = module.RULE
+    text = (module.__doc__ or "").strip()
+    parts = [f"{rule.id}  {rule.title} ({rule.severity.value})", "", text, ""]
+    parts += [f"Needs: {', '.join(rule.reads) or 'nothing'}", ""]
+    parts.append("Seen in its tests:")
+    for example in module.EXAMPLES:
+        outcome = f"reports {', '.join(example.expect)}" if example.expect else "reports nothing"
+        parts.append(f"  {example.title}: {outcome}")
+    remedies = _remedies(module)
+    if remedies:
+        parts += ["", "Fix:", *(f"  {remedy}" for remedy in remedies)]
+    links = [*dict.fromkeys(_LINK.findall(text)), *_related(rule.id)]
+    if links:
+        parts += ["", "See also:", *(f"  {link}" for link in links)]
+    return "\n".join(parts) + "\n"
+
+
+def _remedies(module: ModuleType) -> list[str]:
+    """What the rule advises in its own examples."""
+    found: dict[str, None] = {}
+    for example in module.EXAMPLES:
+        if example.expect:
+            for finding in module.RULE.check(example.facts):
+                if finding.remedy is not None:
+                    found[finding.remedy.text] = None
+    return list(found)[:4]
+
+
+def _related(rule: str) -> list[str]:
+    related = {"DSV101": ("LOG102", "LOG103", "LOG104"), "DSV102": ("LOG101", "LOG104")}
+    return [f"dsv4doctor explain {name}" for name in related.get(rule, ())]
+
+
+def _signature(signature: Signature) -> str:
+    parts = [
+        f"{signature.id}  {signature.title} ({signature.severity.value})",
+        "",
+        f"In the log: {_plain(signature.message)}",
+        f"Releases: {signature.releases}",
+        "",
+    ]
+    for number, cause in enumerate(signature.causes, 1):
+        parts.append(f"Cause {number}: {cause.text}")
+        parts += [f"  speaks for it: {sign.says}" for sign in cause.confirms]
+        parts += [f"  speaks against it: {sign.says}" for sign in cause.refutes]
+        parts.append(f"  fix: {cause.remedy}")
+        parts += [f"    $ {command}" for command in cause.commands]
+        parts.append("")
+    if signature.emitted_at:
+        parts.append("Written by SGLang in:")
+        parts += [f"  {file} ({text})" for file, text in signature.emitted_at]
+        parts.append("")
+    example = next((one for one in signature.examples if one.matches), None)
+    if example is not None:
+        parts += [f"Looks like ({example.title}):"]
+        parts += [f"  {line[:300]}" for line in example.text.strip().splitlines()]
+        parts.append("")
+    parts += [*signature.links]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _plain(message: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: f"<{found[1].upper()}>", message)
