@@ -9,7 +9,7 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 FLAGS_KEY = "dsv4doctor.sglang_flags"
-FORMATS = ("console", "json", "sarif", "junit", "github", "markdown")
+FORMATS = ("console", "json", "sarif", "junit", "github", "markdown", "html")
 _ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 

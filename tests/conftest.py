@@ -98,3 +98,17 @@ def sglang_tree() -> Callable[[str], SglangTree]:
             return fetch_tree(version, cache)
 
     return fetch
+
+
+def pytest_report_header() -> str | None:
+    """Says which tests this machine cannot run."""
+    return None if shutil.which("chromium") else "no chromium here: its tests are left out"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without chromium its tests are deselected, and counted as such in the last line."""
+    if shutil.which("chromium"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("chromium")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)

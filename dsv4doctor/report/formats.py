@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dsv4doctor.models import Run
-from dsv4doctor.report import console, github, json, junit, markdown, sarif
+from dsv4doctor.report import console, github, html, json, junit, markdown, sarif
 
 _PLAIN = console.Style(width=100)
 
@@ -16,6 +16,7 @@ RENDERERS: dict[str, Callable[[Run], str]] = {
     "junit": junit.render,
     "github": github.render,
     "markdown": markdown.render,
+    "html": html.render,
 }
 
 
