@@ -39,35 +39,42 @@ class Plan:
 
     gate_up: Config
     down: Config
+    gate_up_narrow: Config | None = None
+    """Instead of `gate_up` for an intermediate size of at most `NARROW`."""
 
-    def __post_init__(self) -> None:
-        assert self.gate_up.block_t == self.down.block_t
+    def gate_up_for(self, intermediate: int) -> Config:
+        narrow = self.gate_up_narrow if intermediate <= NARROW else None
+        return narrow or self.gate_up
+
+
+NARROW = 1024
 
 
 # Pairs per expert up to which a plan is used -> the plan.
 #
-# sm_90: the best of about 70 configurations, product by product, on an H200 with V4-Flash
-# (docs/benchmarks/moe_sweep.py; us of gate/up and down): 1 token 21 and 12; 16 tokens 203 and 104
-# with 128 rows, 208 and 110 with 64; 256 tokens 721 and 382 with tiles of 8 pairs, 819 and 417
-# with 16; 512: 899 and 471 with 16; 1024: 1073 and 535 with 32; 2048: 1489 and 721 with 64; 4096:
-# 2223 and 1152 with 128.  (128, 128, 128) with 4 warps takes 1018 for the last, but spills.
-# sm_120: compiled for and not run on.  The same shapes up to 32 pairs, which use mma.sync on both;
-# above, what fits in 99 KiB and in registers.
+# sm_90: the best of about 70 configurations, product by product, on an H200 with V4-Flash at TP1
+# (docs/benchmarks/moe_sweep.py; us of gate/up and down): 1 token 21 and 12 with 64 rows; 16 tokens
+# 203 and 104 with 128 rows, 208 and 110 with 64; 256 tokens 721 and 382 with tiles of 8 pairs, 819
+# and 417 with 16; 512: 899 and 471 with 16; 1024: 1073 and 535 with 32; 2048: 1489 and 721 with 64;
+# 4096: 2223 and 1152 with 128.  (128, 128, 128) with 4 warps takes 1018 for the last, but spills.
+# At TP4, 16 tokens, gate/up takes 57 with 64 rows and 60 with 128, down 37 and 33.
+# sm_120: compiled for and not run on.  The same shapes up to 16 pairs, which use mma.sync on both
+# (up to 8); above, what fits in 99 KiB and in registers.
 _ROOMY_32 = Config(128, 32, 128, 4, 4)
 _ROOMY_64 = Config(64, 64, 64, 4, 3)
 _ROOMY_128 = Config(128, 128, 128, 8, 4)
 PLANS: Mapping[str, Sequence[tuple[float, Plan]]] = {
     "sm_90": (
-        (0.04, Plan(Config(64, 8, 256, 4, 3), Config(64, 8, 256, 4, 3))),
-        (8, Plan(Config(128, 8, 256, 4, 3), Config(128, 8, 256, 4, 3))),
+        (0.07, Plan(Config(64, 8, 256, 4, 3), Config(64, 8, 256, 4, 3))),
+        (8, Plan(Config(128, 8, 256, 4, 3), Config(128, 8, 256, 4, 3), Config(64, 8, 256, 4, 3))),
         (16, Plan(Config(64, 16, 256, 4, 3), Config(128, 16, 256, 4, 3))),
         (32, Plan(Config(64, 32, 256, 4, 3), Config(128, 32, 256, 4, 3, _ROOMY_32))),
         (64, Plan(Config(256, 64, 128, 8, 3), Config(256, 64, 128, 8, 3))),
         (math.inf, Plan(*[Config(256, 128, 128, 8, 3, _ROOMY_128)] * 2)),
     ),
     "sm_120": (
-        (0.04, Plan(Config(64, 8, 256, 4, 3), Config(64, 8, 256, 4, 3))),
-        (8, Plan(Config(128, 8, 256, 4, 3), Config(128, 8, 256, 4, 3))),
+        (0.07, Plan(Config(64, 8, 256, 4, 3), Config(64, 8, 256, 4, 3))),
+        (8, Plan(Config(128, 8, 256, 4, 3), Config(128, 8, 256, 4, 3), Config(64, 8, 256, 4, 3))),
         (16, Plan(Config(64, 16, 256, 4, 3), Config(64, 16, 256, 4, 3))),
         (32, Plan(Config(64, 32, 128, 4, 3), Config(64, 32, 128, 4, 3))),
         (64, Plan(*[Config(128, 64, 64, 8, 3, _ROOMY_64)] * 2)),
@@ -195,7 +202,8 @@ def run_experts(
     h = x.new_empty((pairs, experts.intermediate))
     y = x.new_empty((pairs, experts.hidden))
     limit = None if swiglu_limit is None else float(swiglu_limit)
-    _product(routing.split, experts, True, h, routing, plan.gate_up, topk, limit)
+    gate_up = plan.gate_up_for(experts.intermediate)
+    _product(routing.split, experts, True, h, routing, gate_up, topk, limit)
     _product(h, experts, False, y, routing, plan.down, topk, None)
     block = min(512, triton.next_power_of_2(experts.hidden))
     _sum_kernel[(tokens, triton.cdiv(experts.hidden, block))](
@@ -325,7 +333,8 @@ def compile_cases(group: int, arch: str) -> list[CompileCase]:
     plans = [plan for _, plan in PLANS[name]] if name else []
     cases: dict[str, CompileCase] = {}
     for plan in plans:
-        for gated, config in ((True, plan.gate_up), (False, plan.down)):
+        narrow = [(True, plan.gate_up_narrow)] if plan.gate_up_narrow else []
+        for gated, config in ((True, plan.gate_up), *narrow, (False, plan.down)):
             for small in (False, True) if group == 32 else (False,):
                 for k in (config.block_k * 16, config.block_k * 16 + 32):
                     case = _compile_case(group, gated, small, k, config)

@@ -53,24 +53,17 @@ MIDDLE = [
     Config(256, 128, 128, 8, 3),
 ]
 PREFILL = [
-    *(Config(128, 128, 128, 8, s) for s in (2, 3, 4)),
-    *(Config(128, 128, 128, 4, s) for s in (2, 3)),
-    *(Config(128, 128, 64, 4, s) for s in (3, 4)),
-    *(Config(128, 128, 64, 8, s) for s in (3, 4)),
-    *(Config(256, 128, 64, 8, s) for s in (3, 4)),
     *(Config(256, 128, 128, 8, s) for s in (2, 3)),
-    *(Config(128, 64, 128, w, s) for w in (4, 8) for s in (3, 4)),
-    *(Config(256, 64, 128, 8, s) for s in (2, 3)),
-    Config(256, 64, 64, 8, 4),
-    *(Config(128, 256, 64, 8, s) for s in (3, 4)),
+    *(Config(128, 128, 128, 4, s) for s in (2, 3)),
+    *(Config(128, 128, 128, 8, s) for s in (3, 4)),
     Config(64, 128, 128, 4, 3),
-    Config(64, 256, 64, 4, 3),
-    Config(128, 128, 256, 8, 2),
+    Config(128, 64, 128, 4, 3),
+    Config(256, 64, 128, 8, 3),
 ]
 STAGES = {
     "decode": (DECODE, [(1, 1), (1, 2), (1, 16), (1, 64), (4, 16), (4, 64)]),
     "middle": (MIDDLE, [(1, 128), (1, 256), (1, 512), (1, 1024), (1, 2048)]),
-    "prefill": (PREFILL, [(1, 4096), (4, 4096)]),
+    "prefill": (PREFILL, [(1, 4096)]),
 }
 
 
@@ -229,7 +222,7 @@ def parts_of(bench: Bench, tokens: int) -> dict[str, float]:
     moe_launch.EARLY_START = False
     times = {
         "route": graph_median_us(lambda: moe_launch._route(x, ids, bench.experts, 0, block_t)),
-        "gate/up": graph_median_us(bench.calls(tokens, plan.gate_up, True)),
+        "gate/up": graph_median_us(bench.calls(tokens, plan.gate_up_for(layer.intermediate), True)),
         "down": graph_median_us(bench.calls(tokens, plan.down, False)),
         "all": graph_median_us(calls),
     }
