@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,15 +19,16 @@ from dsv4doctor.errors import UsageError
 from dsv4doctor.launch import from_arguments
 from dsv4doctor.models import Launch
 
-_MAX = 1 << 18
+_MAX = 1 << 16
+_MAX_COMMAND = 1 << 14
 _HEAD = re.compile(r"server_args=(ServerArgs\(|\{)")
 _PAIR = re.compile(
     r"['\"]?(?P<name>[a-z][a-z0-9_]{1,80})['\"]?(?:=|: )"
-    r"(?P<value>'(?:[^'\\]|\\.){0,4000}'|\"(?:[^\"\\]|\\.){0,4000}\""
+    r"(?P<value>'(?:[^'\\]|\\.){0,2000}'|\"(?:[^\"\\]|\\.){0,2000}\""
     r"|\[[^\[\]]{0,2000}\]|None|True|False|-?\d[\d.eE+-]{0,30})(?=[,)}\s]|$)"
 )
 _COMMAND = re.compile(
-    r"(?P<command>(?:\S{0,200}python[\d.]{0,5} (?:-\S{1,20} ){0,3}-m sglang\.launch_server"
+    r"(?<!\S)(?P<command>(?:\S{0,200}python[\d.]{0,5} (?:-\S{1,20} ){0,3}-m sglang\.launch_server"
     r"|\S{0,200}sglang serve|\S{0,200}sglang/launch_server\.py) [^\n]{1,8000})"
 )
 _OWN_NAMES = {
@@ -99,7 +101,9 @@ def _parsed(body: str) -> dict[str, object] | None:
     """Name -> value of a complete call or dict; None when it does not parse."""
     closing = body.rfind(")" if body.startswith("ServerArgs(") else "}")
     try:
-        tree = ast.parse(body[: closing + 1].strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged number is no news on our stderr
+            tree = ast.parse(body[: closing + 1].strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     entries: list[tuple[object, ast.expr]] = []
@@ -124,7 +128,9 @@ _UNREAD = object()
 
 def _literal(node: str | ast.expr) -> object:
     try:
-        value: object = ast.literal_eval(node)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value: object = ast.literal_eval(node)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return _UNREAD
     return value
@@ -164,7 +170,7 @@ def _flags(values: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _from_command(line: Line, source: str) -> LoggedLaunch | None:
-    found = _COMMAND.search(line.text[:_MAX])
+    found = _COMMAND.search(line.text[:_MAX_COMMAND])
     if found is None or "--" not in found["command"]:
         return None
     try:

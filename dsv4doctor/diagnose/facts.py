@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dsv4doctor.diagnose.args import LoggedLaunch
@@ -96,8 +96,7 @@ def _version(pattern: re.Pattern[str], text: str) -> str | None:
     return found["version"] if found else None
 
 
-def _as_argument(flags: Iterable[str], index: int) -> str:
-    words = list(flags)
+def _as_argument(words: Sequence[str], index: int) -> str:
     name, equals, value = words[index].partition("=")
     if not name.startswith("--"):
         return ""

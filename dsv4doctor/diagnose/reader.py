@@ -70,6 +70,9 @@ class Source:
 
     def _read(self) -> bytes:
         try:
+            # read1: of a .gz that is cut off, what is there is handed over first.
+            if isinstance(self._stream, gzip.GzipFile):
+                return self._stream.read1(BLOCK)
             return self._stream.read(BLOCK)
         except EOFError:
             self.notes.append(f"{self.name} is cut off: read up to there")
