@@ -8,9 +8,6 @@ import torch
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.kernels.moe_launch import Experts, run_experts
-from dsv4doctor.kernels.verify import require_stamp
-
-_allowed: set[tuple[str, torch.device]] = set()
 
 
 def check_runner(config: Any, where: str) -> None:
@@ -62,13 +59,10 @@ def check_sizes(hidden: int, intermediate: int, where: str) -> None:
         )
 
 
-def apply_experts(
-    operation: str, layer: Any, dispatch_output: Any, experts: Experts, limit: float | None
-) -> Any:
+def apply_experts(layer: Any, dispatch_output: Any, experts: Experts, limit: float | None) -> Any:
     """Runs the experts on what SGLang's dispatcher hands over; gives its StandardCombineInput.
 
-    Raises UnverifiedKernelError on a GPU where the kernel was not verified, and UsageError for a
-    top-k output without ids and weights.
+    Raises UsageError for a top-k output without ids and weights.
     """
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
@@ -76,12 +70,9 @@ def apply_experts(
     ids, weights = getattr(topk, "topk_ids", None), getattr(topk, "topk_weights", None)
     if ids is None or weights is None:
         raise UsageError(
-            f"{operation}: top-k output {type(topk).__name__} has no expert ids",
+            f"routed experts: top-k output {type(topk).__name__} has no expert ids",
             "start the server with --moe-runner-backend marlin or flashinfer_trtllm_routed",
         )
-    if (operation, x.device) not in _allowed:
-        require_stamp(operation, str(x.device))
-        _allowed.add((operation, x.device))
     out = run_experts(
         x, experts, ids, weights.float(), swiglu_limit=limit, expert_offset=expert_offset(layer)
     )

@@ -18,6 +18,7 @@ import torch
 
 from dsv4doctor.kernels.adapters import moe_common
 from dsv4doctor.kernels.moe_launch import Experts
+from dsv4doctor.kernels.verify import require_stamp
 
 GROUP = 32
 
@@ -80,7 +81,11 @@ class _Mxfp4Method:
         self._limit = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Looks at the scales once; changes no tensor, so it can be called after each reload."""
+        """Looks at the scales once; changes no tensor, so it can be called after each reload.
+
+        Raises UnverifiedKernelError on a GPU where the kernel was not verified.
+        """
+        require_stamp("moe_mxfp4", str(layer.w13_weight.device))
         scales = (layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
         self._small_scales = all(int(s.data.view(torch.uint8).max()) <= 128 for s in scales)
         layer._dsv4_mxfp4_backend = "dsv4doctor"
@@ -94,4 +99,4 @@ class _Mxfp4Method:
             GROUP,
             small_scales=self._small_scales,
         )
-        return moe_common.apply_experts("moe_mxfp4", layer, dispatch_output, experts, self._limit)
+        return moe_common.apply_experts(layer, dispatch_output, experts, self._limit)

@@ -16,6 +16,7 @@ import torch
 from dsv4doctor.errors import UsageError
 from dsv4doctor.kernels.adapters import moe_common
 from dsv4doctor.kernels.moe_launch import Experts
+from dsv4doctor.kernels.verify import require_stamp
 
 GROUP = 16
 
@@ -124,7 +125,11 @@ class _NvFp4Method:
         self._limit = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leaves every tensor as loaded."""
+        """Leaves every tensor as loaded.
+
+        Raises UnverifiedKernelError on a GPU where the kernel was not verified.
+        """
+        require_stamp("moe_nvfp4", str(layer.w13_weight.device))
         dispatcher = getattr(layer, "dispatcher", None)
         if hasattr(dispatcher, "set_quant_config"):
             dispatcher.set_quant_config({"input_global_scale": None})
@@ -139,4 +144,4 @@ class _NvFp4Method:
             layer.w13_weight_scale_2.data,
             layer.w2_weight_scale_2.data,
         )
-        return moe_common.apply_experts("moe_nvfp4", layer, dispatch_output, experts, self._limit)
+        return moe_common.apply_experts(layer, dispatch_output, experts, self._limit)

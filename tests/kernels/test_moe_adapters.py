@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4doctor.errors import DoctorError, UsageError
-from dsv4doctor.kernels.adapters import moe_common, moe_flashinfer
+from dsv4doctor.kernels.adapters import moe_common, moe_flashinfer, moe_mxfp4, moe_nvfp4
 
 PROGRAM = Path(__file__).with_name("moe_in_sglang.py")
 
@@ -78,16 +78,23 @@ def test_a_slice_of_no_multiple_of_32_is_refused():
         moe_common.check_sizes(5120, 144, "layer 3")
 
 
-def test_an_unverified_kernel_does_not_serve(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "method", [moe_mxfp4._Mxfp4Method, moe_nvfp4._NvFp4Method], ids=["mxfp4", "nvfp4"]
+)
+def test_an_unverified_kernel_does_not_load(method, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("DSV4DOCTOR_ALLOW_UNVERIFIED", raising=False)
+    layer = SimpleNamespace(w13_weight=torch.zeros(1))
+    with pytest.raises(DoctorError):
+        method.process_weights_after_loading(SimpleNamespace(), layer)
+
+
+def test_top_k_output_without_ids_is_refused(monkeypatch):
     module = SimpleNamespace(StandardCombineInput=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe.token_dispatcher.standard", module)
-    topk = SimpleNamespace(topk_ids=torch.zeros((1, 1)), topk_weights=torch.ones((1, 1)))
-    given = SimpleNamespace(hidden_states=torch.zeros((1, 32)), topk_output=topk)
-    monkeypatch.setattr(moe_common, "_allowed", set())
-    with pytest.raises(DoctorError):
-        moe_common.apply_experts("moe_mxfp4", SimpleNamespace(), given, None, None)
+    given = SimpleNamespace(hidden_states=torch.zeros((1, 32)), topk_output=object())
+    with pytest.raises(UsageError, match="no expert ids"):
+        moe_common.apply_experts(SimpleNamespace(), given, None, None)
 
 
 def test_flashinfer_is_taken_for_what_its_function_accepts():
