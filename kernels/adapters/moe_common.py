@@ -74,6 +74,11 @@ def apply_experts(layer: Any, dispatch_output: Any, experts: Experts, limit: flo
             "start the server with --moe-runner-backend marlin or flashinfer_trtllm_routed",
         )
     out = run_experts(
-        x, experts, ids, weights.float(), swiglu_limit=limit, expert_offset=expert_offset(layer)
+        x,
+        experts,
+        ids.contiguous(),
+        weights.float().contiguous(),
+        swiglu_limit=limit,
+        expert_offset=expert_offset(layer),
     )
     return StandardCombineInput(hidden_states=out)
