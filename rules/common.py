@@ -9,7 +9,8 @@ from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value
-from dsv4doctor.models import Facts, Layer, Location, Remedy, Role, StoredFormat
+from dsv4doctor.models import Facts, Layer, Location, Remedy, Role, StoredFormat, Trace
+from dsv4doctor.rules.rule import NotChecked
 
 _PLAIN_REFUSAL = Version("0.6.17")
 """The first FlashInfer whose MoE says in words that it has no kernel for the GPU."""
@@ -61,12 +62,22 @@ def set_by_user(facts: Facts, name: str) -> str | None:
 
 def in_effect(facts: Facts, name: str) -> str | None:
     """The environment variable `name` as the server will see it: what SGLang itself sets, else
-    the user's value, else the default of this SGLang.  None: it does not know the variable."""
+    the user's value, else the default of this SGLang.  None: it does not know the variable.
+
+    Raises NotChecked where SGLang stopped before it had set what it sets."""
+    if facts.trace is not None and _stopped_early(facts.trace):
+        raise NotChecked("SGLang stops before it has settled its environment")
     overwritten = facts.trace.environment_overwritten.get(name) if facts.trace else None
     if overwritten is not None:
         return overwritten[1]
     default = facts.features.environment_defaults.get(name) if facts.features else None
     return default if (value := set_by_user(facts, name)) is None else value
+
+
+def _stopped_early(trace: Trace) -> bool:
+    return any(error.phase == "arguments" for error in trace.errors) or any(
+        text.startswith("arguments") for text in trace.unresolved
+    )
 
 
 def is_true(value: str | None) -> bool:
@@ -84,11 +95,11 @@ def same_value(one: str, other: str) -> bool:
 
 def uses_flashinfer_mla(facts: Facts) -> bool:
     """True on sm_12x where SGLang's sparse MLA goes to FlashInfer."""
-    chosen = in_effect(facts, "SGLANG_SM120_FLASHMLA_BACKEND")
-    known = facts.features is not None and (
-        "SGLANG_SM120_FLASHMLA_BACKEND" in facts.features.environment_defaults
-    )
-    return facts.arch.is_sm12x and known and chosen == "flashinfer"
+    name = "SGLANG_SM120_FLASHMLA_BACKEND"
+    if not facts.arch.is_sm12x or facts.features is None:
+        return False
+    known = name in facts.features.environment_defaults
+    return known and in_effect(facts, name) == "flashinfer"
 
 
 def flashinfer_source(facts: Facts) -> str:

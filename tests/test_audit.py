@@ -98,7 +98,9 @@ def test_what_runs_gives_no_finding(
     look: Callable[..., Report], version: str, arch: str, spec: str, flags: tuple[str, ...]
 ) -> None:
     report = look(version, arch, spec, *flags)
-    assert _found(report) == []
+    # FlashInfer 0.6.15 of 0.5.17: that its attention may read unwritten memory is inferred only.
+    inferred = [("DSV202", "sparse MLA attention", Severity.INFO)]
+    assert _found(report) == (inferred if version == "0.5.17" else [])
     assert report.facts.trace is not None
     assert {layer.verdict for layer in report.facts.trace.layers} == {Verdict.RUNS}
     assert audit.exit_code(report, Severity.WARNING, strict=True) == 0
@@ -110,8 +112,11 @@ def test_hybrid_without_speculation_is_about_the_main_experts_only(
     look: Callable[..., Report], version: str
 ) -> None:
     report = look(version, "sm_120", _HYBRID)
-    assert _found(report) == [("DSV101", "model.layers.0-42.mlp.experts", Severity.ERROR)]
-    (finding,) = report.findings
+    experts, *others = _found(report)
+    assert experts == ("DSV101", "model.layers.0-42.mlp.experts", Severity.ERROR)
+    # 0.5.14 has no other indexer on sm_12x than the torch one.
+    assert others == ([("DSV204", "indexer", Severity.WARNING)] if version == "0.5.14" else [])
+    finding = report.findings[0]
     assert any("auto -> flashinfer_trtllm_routed" in line for line in finding.evidence)
     assert finding.remedy is not None
     clamped = version == "0.5.23"
