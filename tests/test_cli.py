@@ -162,12 +162,12 @@ def test_on_a_terminal_there_is_colour_unless_it_is_not_wanted(
 ) -> None:
     arguments = ["trace-moe", str(model), "--arch", "sm_100", "--sglang", tree, "--main"]
 
-    def shown(extra: dict[str, str]) -> str:
+    def shown(extra: dict[str, str], watched: str = "stdout") -> str:
         leader, follower = pty.openpty()
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, watched: follower}
         process = subprocess.Popen(
             [sys.executable, "-m", "dsv4doctor", *arguments, "--", "--tp", "4"],
-            stdout=follower,
-            stderr=subprocess.DEVNULL,
+            **streams,
             env={**environment, "TERM": "xterm", **extra},
         )
         os.close(follower)
@@ -185,7 +185,12 @@ def test_on_a_terminal_there_is_colour_unless_it_is_not_wanted(
         return text.decode()
 
     assert "\x1b[32mruns" in shown({})
-    assert "\x1b" not in shown({"NO_COLOR": "1"})
+    assert "\x1b[32mruns" in shown({"NO_COLOR": ""})  # as no-color.org has it
+    for plain in ({"NO_COLOR": "1"}, {"CI": "true"}, {"TERM": "dumb"}):
+        assert "\x1b" not in shown(plain)
+    assert "reading the facts" in shown({}, "stderr")  # the spinner
+    for plain in ({"CI": "true"}, {"TERM": "dumb"}):
+        assert re.fullmatch(r"dsv4doctor: [^\r\n]*\r\n", shown(plain, "stderr"))
 
 
 @pytest.mark.wheels

@@ -1,5 +1,6 @@
 """dsv4doctor.toml and [tool.dsv4doctor]: what is read, and what is said about mistakes."""
 
+import re
 from datetime import date
 from pathlib import Path
 
@@ -179,6 +180,14 @@ def test_any_table_is_read_or_refused(plain: dict[str, object]) -> None:
     except UsageError as error:
         refused = error.message
     assert refused.startswith("dsv4doctor.toml: ") or read.targets
+
+
+def test_the_documented_examples_are_read(tmp_path: Path) -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    for name, targets in (("commands.md", ["production", "lab"]), ("ci.md", ["production"])):
+        text = (docs / name).read_text(encoding="utf-8")
+        (example,) = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        assert [target.name for target in _read(example, tmp_path).targets] == targets
 
 
 # ------------------------------------------------------------------------------ who wins
