@@ -150,7 +150,7 @@ RuntimeError: The trtllm-gen batched GEMM cubin manifest contains no kernels run
 )
 def test_role_follows_the_frames(model: str, role: str | None) -> None:
     match = read(_FRAMES.format(model=model)).matches[0]
-    assert (match.role, match.ranks) == (role, ())
+    assert (match.role, match.line.rank) == (role, "TP2 EP2")
     assert match.sighting.traceback is not None
     assert match.sighting.traceback.rank == "TP2 EP2"
     assert [frame.line for frame in match.sighting.traceback.frames] == [77, 9]
@@ -179,6 +179,25 @@ def test_root_stands_before_its_consequences() -> None:
         + "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
     )
     assert found(read(log)) == ["LOG104", "LOG506", "LOG590"]
+
+
+def test_illegal_access_after_the_start_is_not_blamed_on_capture() -> None:
+    crash = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    short = "\n".join(healthy("0.5.17").splitlines()[:20]) + "\n"
+    assert found(read(short + crash)) == ["LOG506"]
+    assert found(read(short[: short.index("Capture cuda graph end")] + "\n" + crash)) == ["LOG505"]
+
+
+def test_experts_of_the_wrong_method_are_blamed_for_a_failure_in_it() -> None:
+    log = (
+        "[2026-09-18 10:01:19] Shuffling FP4 expert weights for TRT-LLM MxFP4 kernel (layer: "
+        "stages.0.mlp.experts)...\n"
+        + _FRAMES.format(model="deepseek_v4_dspark").rpartition("RuntimeError")[0]
+        + "RuntimeError: CUDA error: unspecified launch failure\n"
+    )
+    assert found(read(log)) == ["LOG101"]
+    assert found(read("NVIDIA B200\n" + log)) == []
+    assert read("NVIDIA B200\n" + log).exit_code == 3
 
 
 def test_launch_arguments_speak_for_a_cause() -> None:

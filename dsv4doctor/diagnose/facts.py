@@ -20,10 +20,16 @@ _VLLM = re.compile(
 _TRTLLM = re.compile(r"\[TensorRT-LLM\]|tensorrt_llm[/.]|trtllm-serve")
 _SGLANG_MARK = re.compile(r"server_args=|sglang[/.]srt|sglang\.launch_server|Load weight begin")
 _ARCHS = (
-    (re.compile(r"\bGB10\b|DGX Spark|\bsm_?121[af]?\b|capability \(?12[, .]{1,2}1\b"), "sm_121"),
     (
         re.compile(
-            r"RTX PRO [456]000|RTX 50[5-9]0|\bsm_?120[af]?\b|capability \(?12[, .]{1,2}0\b"
+            r"\bGB10\b|DGX Spark|\b(?:sm_?|compute_)121[af]?\b|capability \(?12[, .]{1,2}1\b"
+        ),
+        "sm_121",
+    ),
+    (
+        re.compile(
+            r"RTX PRO [456]000|RTX 50[5-9]0|\b(?:sm_?|compute_)120[af]?\b"
+            r"|capability \(?12[, .]{1,2}0\b"
             r"|device_name=NVIDIA_RTX_(?:PRO|50)"
         ),
         "sm_120",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4doctor.diagnose.args import LoggedLaunch, logged_launch
 from dsv4doctor.diagnose.facts import LogFacts, read_facts
@@ -80,12 +80,15 @@ def judge(seen: Observation, source: str, arch: str | None, notes: Sequence[str]
     launch = logged_launch(seen.arguments, source)
     known = facts.lines(launch)
     known += [f"signature {name}" for name in seen.tallies]
+    known += [f"frame {frame.file}" for trace in seen.tracebacks for frame in trace.frames]
     remarks = list(notes)
     matches: list[Match] = []
     for tally in seen.tallies.values():
         kept = _kept(tally, seen, facts, known, remarks)
         if kept is not None:
             matches.append(_match(tally, kept, known))
+    present = {match.signature.id for match in matches}
+    matches = [one for one in matches if present.isdisjoint(one.signature.yields_to)]
     matches.sort(key=_order)
     explained = {match.sighting.line.number for match in matches}
     unexplained = _unexplained(seen, matches, explained)
@@ -112,9 +115,11 @@ def _kept(
         return None
     if signature.at_end and not is_last(tally, seen):
         return None
+    if signature.excludes is not None and any(map(signature.excludes.search, known)):
+        return None
     for sighting in tally.kept:
-        window = sighting.window
-        if all(pattern.search(window) for pattern in signature.near) and not any(
+        lead, window = sighting.lead, sighting.window
+        if all(pattern.search(lead) for pattern in signature.near) and not any(
             pattern.search(window) for pattern in signature.absent
         ):
             break
@@ -132,6 +137,9 @@ def _kept(
 
 def _match(tally: Tally, sighting: Sighting, known: Sequence[str]) -> Match:
     role = _role(sighting)
+    line, trace = sighting.line, sighting.traceback
+    if line.rank is None and trace is not None and trace.rank is not None:
+        line = replace(line, rank=trace.rank)  # an exception's last line carries no prefix
     text = "\n".join(
         (
             *known,
@@ -140,7 +148,7 @@ def _match(tally: Tally, sighting: Sighting, known: Sequence[str]) -> Match:
             sighting.window,
             *(
                 f"frame {frame.file}:{frame.line} {frame.function} {frame.source or ''}"
-                for frame in (sighting.traceback.frames if sighting.traceback else ())
+                for frame in (trace.frames if trace else ())
             ),
         )
     )
@@ -151,8 +159,8 @@ def _match(tally: Tally, sighting: Sighting, known: Sequence[str]) -> Match:
     return Match(
         signature=tally.signature,
         message=_filled(tally.signature.message, sighting.fields),
-        line=sighting.line,
-        ranks=tuple(tally.ranks),
+        line=line,
+        ranks=tuple(tally.ranks) or ((line.rank,) if line.rank else ()),
         layer=sighting.fields.get("layer") or sighting.layer,
         role=role,
         count=tally.count,

@@ -23,7 +23,6 @@ _START_BYTES = 4 << 20
 _KEPT = 3
 """Sightings of a signature that are kept whole; the others are counted."""
 _DISTINCT = 64
-_LAST_LINES = 30
 
 GATES = (
     b"rror", b"ERROR", b"xception", b"ailed", b"ailure", b"nsupported", b"upported", b"illed",
@@ -33,7 +32,8 @@ GATES = (
     b"out of resource", b"no kernel", b"not compatible", b"not defined", b"ibv_", b"NIXL_ERR",
     b"illegal memory", b"out of memory", b"Not enough memory", b"unrecognized", b"oom-kill",
     b"affinity", b"membind", b"exit code", b"sigquit", b"core dumped", b"terminate called",
-    b"Traceback", b"speculative algorithm", b"attn-backend",
+    b"Traceback", b"speculative algorithm", b"attn-backend", b"ne-shot", b"neshot", b"KeyError",
+    b"load weight",
 )  # fmt: skip
 """A chunk without any of these holds nothing to look at."""
 
@@ -41,11 +41,11 @@ _BORING = re.compile(
     rb"(?:\x1b\[[0-9;]{0,12}m)?"
     rb"(?:\{\"log\":\"|\S{20,35} std(?:out|err) F |\w{3} [ \d]\d [\d:]{8} \S{1,60} \S{1,60}: "
     rb"|[\w.-]{1,60} {1,20}\| )?"
-    rb"\[20\d\d-[\d.,: -]{10,24}[A-Z0-9_ ]{0,60}\] "
+    rb"(?:\x1b\[[0-9;]{0,12}m)?\[20\d\d-[\d.,: -]{10,24}[A-Z0-9_ ]{0,60}\] "
     rb"(?:(?:Decode|Prefill) batch(?: \[\d+\])?[^\[\]{}='\n]{0,900}"
     rb"|INFO:[^\n]{0,40} - \"[A-Z]{3,7} [^\"\n]{1,300}\" 200 OK"
     rb"|Finish: obj=[^\n]{0,400})"
-    rb"(?:\\n\",\"stream\"[^\n]{0,100})?\r?$"
+    rb"(?:\\n\",\"stream\"[^\n]{0,100})?(?:\x1b\[0?m)?\r?$"
 )
 _LAYER = re.compile(
     r"(?<![\w.])((?:draft_)?model\.(?:decoder|layers\.\d{1,3})[\w.]{0,80}|stages?\.\d{1,2}[\w.]{0,80}"
@@ -58,6 +58,12 @@ _ERROR_SHAPES = re.compile(
     r"|Scheduler hit an exception|core dumped|\bERROR\b|\bFATAL\b|\[ERROR\]|CUDA error:"
     r"|(?:^|\s)error: "
 )
+_PROGRESS = ("Load weight", "Loading", "avail mem", "ready to roll", "Uvicorn running",
+             "startup complete", "Memory pool", "Cache is allocated", "Prefill batch",
+             "Decode batch")  # fmt: skip
+_BATCH = ("Prefill batch", "Decode batch")
+SERVING = "(batches served)"
+"""Stands in the lines around a match for any number of batch and request lines."""
 _ERROR_WORDS = ("rror", "ERROR", "FATAL", "xception", "Killed", "dumped", "fault", "terminate",
                 "Abort", "Interrupt", "Resources")  # fmt: skip
 
@@ -76,8 +82,13 @@ class Sighting:
     traceback: Traceback | None = None
 
     @property
+    def lead(self) -> str:
+        """The lines before it, and itself."""
+        return "\n".join((*self.before, self.line.text[:MAX_TEXT]))
+
+    @property
     def window(self) -> str:
-        return "\n".join((*self.before, self.line.text[:MAX_TEXT], *self.after))
+        return "\n".join((self.lead, *self.after))
 
 
 @dataclass
@@ -108,7 +119,8 @@ class Observation:
     """The first lines, where versions and the GPU are named."""
     lines: int = 0
     size: int = 0
-    last_text_line: int = 0
+    progress_line: int = 0
+    """The last line that shows the server getting on: loading, capturing, serving."""
 
 
 class Scanner:
@@ -141,9 +153,13 @@ class Scanner:
                 for offset, raw in enumerate(lines):
                     if wanted is None or id(raw) in wanted:
                         self._look(raw, first + offset)
+                    else:
+                        self._note_serving()
             else:
                 self._skipped = left[-BEFORE:]
-            self._seen.last_text_line = first + len(lines) - 1
+        if len(left) < len(lines):
+            last = next(at for at in reversed(range(len(lines))) if boring(lines[at]))
+            self._seen.progress_line = max(self._seen.progress_line, first + last)
         self._seen.lines += len(lines)
         self._seen.size += len(chunk)
 
@@ -178,6 +194,11 @@ class Scanner:
             self._argument(line)
         if len(text) > MAX_TEXT:
             text = text[:MAX_TEXT]
+        if any(word in text for word in _PROGRESS):
+            seen.progress_line = line.number
+            if text.startswith(_BATCH):
+                self._note_serving()
+                return
         ended = self._tracebacks.take(line)
         named = (
             _LAYER.search(text) if "model." in text or "stage" in text or "mtp." in text else None
@@ -196,6 +217,10 @@ class Scanner:
         ):
             self._error(line)
         self._recent.append(text[:400])
+
+    def _note_serving(self) -> None:
+        if not self._recent or self._recent[-1] != SERVING:
+            self._recent.append(SERVING)
 
     def _argument(self, line: Line) -> None:
         kept = self._seen.arguments
@@ -237,5 +262,5 @@ class Scanner:
 
 
 def is_last(tally: Tally, seen: Observation) -> bool:
-    """Whether the signature's last match stands among the last lines of the log."""
-    return seen.lines - tally.last_line < _LAST_LINES
+    """Whether the log shows no progress after the signature's last match."""
+    return tally.last_line > seen.progress_line

@@ -67,13 +67,17 @@ class Signature:
     """A line without any of these is not looked at."""
     patterns: tuple[re.Pattern[str], ...]
     near: tuple[re.Pattern[str], ...]
-    """Each must be seen within the lines around."""
+    """Each must be seen in the line or those before it."""
     absent: tuple[re.Pattern[str], ...]
     """None may be seen within the lines around."""
     requires: re.Pattern[str] | None
     """Must hold for the log as a whole (`facts` of the judgement), else it is only a note."""
+    excludes: re.Pattern[str] | None
+    """Must not hold for the log as a whole, e.g. for a GPU where the line is right."""
+    yields_to: tuple[str, ...]
+    """Signatures beside which this one, being more general, is not reported."""
     at_end: bool
-    """Counts only among the last lines of the log."""
+    """Counts only where the log shows no progress after it."""
     message: str
     """What happened; {field} stands for an extracted value."""
     releases: str
@@ -95,7 +99,7 @@ def signatures() -> tuple[Signature, ...]:
 
 
 def _signature(entry: Mapping[str, Any]) -> Signature:
-    requires = entry.get("requires")
+    requires, excludes = entry.get("requires"), entry.get("excludes")
     return Signature(
         id=entry["id"],
         title=entry["title"],
@@ -107,6 +111,8 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         near=_compiled(entry.get("near", ())),
         absent=_compiled(entry.get("absent", ())),
         requires=re.compile(requires) if requires else None,
+        excludes=re.compile(excludes) if excludes else None,
+        yields_to=tuple(entry.get("yields_to", ())),
         at_end=entry.get("at_end", False),
         message=entry["message"],
         releases=entry.get("releases", "any"),
