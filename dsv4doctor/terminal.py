@@ -6,12 +6,16 @@ rich is imported only where there is a terminal to draw on.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from typing import Any, TextIO
 
 from dsv4doctor.errors import UsageError
+
+# Control characters, and those that reorder what follows.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def width(is_terminal: bool) -> int:
@@ -59,7 +63,12 @@ def deliver(text: str, output: str | None, flag: str = "--output") -> None:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(harmless(line), file=sys.stderr)
+
+
+def harmless(text: str) -> str:
+    """`text` without what a terminal would obey instead of show; lines and tabs stay."""
+    return _OBEYED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def is_interactive(stream: TextIO) -> bool:

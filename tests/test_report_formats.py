@@ -15,7 +15,7 @@ import reporting
 from dsv4doctor import gate
 from dsv4doctor.cli_options import FORMATS
 from dsv4doctor.models import Run, Severity
-from dsv4doctor.report import github, junit, markdown, sarif
+from dsv4doctor.report import console, github, junit, markdown, sarif
 from dsv4doctor.report import json as report_json
 from dsv4doctor.report.formats import RENDERERS
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
@@ -36,6 +36,16 @@ def test_every_format_that_can_be_asked_for_is_written() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_pure(name: str) -> None:
     assert RENDERERS[name](reporting.several()) == RENDERERS[name](reporting.several())
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_hostile_text_does_not_steer_the_terminal(color: bool) -> None:
+    style = console.Style(width=100, color=color, verbose=True, why=True)
+    text = console.render_run(_run(reporting.hostile()), style, with_findings=True)
+    assert "<script>alert(1)</script>" in text
+    assert set(re.findall(r"\x1b\[[0-9;]*m", text)) >= ({"\x1b[0m"} if color else set())
+    text = re.sub(r"\x1b\[(?!31m\x00)[0-9;]*m", "", text) if color else text
+    assert not set("\x1b\x00") & set(text)
 
 
 # ------------------------------------------------------------------------------ SARIF

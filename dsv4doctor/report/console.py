@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,7 @@ from dsv4doctor.models import (
     Trace,
     Verdict,
 )
+from dsv4doctor.terminal import harmless
 
 WIDE = 160
 """Columns from which the layers are a table; below, a block each."""
@@ -110,6 +112,17 @@ def summary(report: Report) -> str:
     return f"{found}, {accepted} accepted" if accepted else found
 
 
+@dataclass(frozen=True)
+class _Harmless:
+    """A part whose texts, whoever wrote them, cannot steer the terminal."""
+
+    part: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self.part, options):
+            yield segment._replace(text=harmless(segment.text))
+
+
 def _printed(parts: Sequence[RenderableType], style: Style) -> str:
     sink = StringIO()
     console = Console(
@@ -122,7 +135,7 @@ def _printed(parts: Sequence[RenderableType], style: Style) -> str:
         markup=False,
     )
     for part in parts:
-        console.print(part)
+        console.print(_Harmless(part))
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
 
 

@@ -154,7 +154,7 @@ def _number(name: str, position: int) -> str:
 
 
 def _table(layers: Sequence[Layer]) -> str:
-    heads = ("layer", "stored", "quant method", "runner", "kernel", "flags read", "verdict")
+    heads = ("verdict", "layer", "stored", "quant method", "runner", "kernel", "flags read")
     rows = []
     for layer_range in fold(layers):
         layer = layer_range.layer
@@ -169,8 +169,8 @@ def _table(layers: Sequence[Layer]) -> str:
         row = "".join(f"<td>{text(cell)}</td>" for cell in cells)
         verdict = layer.verdict.value
         rows.append(
-            f'<tr>{row}<td class="verdict-cell {verdict}">{_MARKS[layer.verdict]} {verdict}</td>'
-            f'</tr><tr><td class="soft" colspan="7">{text(layer.reason)}; decided at '
+            f'<tr><td class="verdict-cell {verdict}">{_MARKS[layer.verdict]} {verdict}</td>{row}'
+            f'</tr><tr><td></td><td class="soft" colspan="6">{text(layer.reason)}; decided at '
             f"{text(place(layer.decided_at))}</td></tr>"
         )
     return f'<div class="scroll"><table><tr>{_heads(heads)}</tr>{"".join(rows)}</table></div>'

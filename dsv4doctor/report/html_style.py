@@ -27,6 +27,9 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .75rem; }
 h3 { font-size: 1rem; margin: 0 0 .5rem; }
 p { margin: 0 0 .5rem; }
 a { color: var(--link); }
+nav ul { list-style: none; margin: 0; padding: 0; }
+nav li { padding: .15rem 0; }
+section + section { margin-top: 3rem; padding-top: 2rem; border-top: 3px solid var(--line); }
 code, pre, .mono { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 pre {
   margin: .5rem 0 0; padding: .6rem .75rem; background: var(--code); border-radius: 6px;
@@ -60,6 +63,7 @@ th, td {
   text-align: left; vertical-align: top; padding: .4rem .6rem;
   border-bottom: 1px solid var(--line); overflow-wrap: break-word;
 }
+tr:has(+ tr > td[colspan]) td, tr:first-child th { border-bottom: 0; }
 th { color: var(--soft); font-weight: 500; }
 td.verdict-cell { color: var(--tone); font-weight: 600; white-space: nowrap; }
 .finding { border-left: 5px solid var(--tone); }
@@ -76,6 +80,7 @@ summary { cursor: pointer; font-weight: 600; }
 details > :not(summary) { margin-top: .6rem; }
 .path { list-style: none; margin: .75rem 0 0; padding: 0; }
 .path > li { position: relative; padding: 0 0 1.4rem; }
+.path > li:last-child { padding-bottom: 0; }
 .path > li:not(:last-child)::before {
   content: ""; position: absolute; left: 1.5rem; bottom: 0; height: 1.4rem;
   border-left: 2px solid var(--soft);
