@@ -15,8 +15,8 @@ from dsv4doctor.models import SglangTree
     ("version", "scratch", "indexer_bytes", "mxfp8", "engram", "state_by_token"),
     [
         ("0.5.14", None, 4, False, False, True),
-        ("0.5.16", None, 2, False, False, True),
-        ("0.5.20", 511, 2, False, False, True),
+        ("0.5.16", None, 2, False, False, False),
+        ("0.5.20", 511, 2, False, False, False),
         ("0.5.23", 511, 2, True, True, False),
     ],
 )

@@ -41,7 +41,7 @@ def read_features(root: Path) -> TreeFeatures:
         if mooncake
         else None,
         mxfp8_dense=mxfp8,
-        state_by_token="c128_state_ratio"
+        state_by_token="c128_state_ratio = self."
         in _text(root, "sglang/srt/model_executor/pool_configurator.py"),
         engram_over_ranks="def shard_range" in _text(root, "sglang/srt/layers/engram.py"),
     )
