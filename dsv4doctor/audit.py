@@ -178,7 +178,7 @@ def _run(rule: Rule, facts: Facts) -> RuleResult:
     try:
         findings = tuple(rule.check(facts))
     except NotChecked as missing:
-        return _skip(rule, str(missing))
+        return _skip(rule, str(missing), missing.required)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         return RuleResult(rule.id, rule.title, Outcome.CRASH, reason=reason)
@@ -186,8 +186,8 @@ def _run(rule: Rule, facts: Facts) -> RuleResult:
     return RuleResult(rule.id, rule.title, outcome, findings)
 
 
-def _skip(rule: Rule, reason: str) -> RuleResult:
-    required = not rule.about_machine
+def _skip(rule: Rule, reason: str, required: bool = True) -> RuleResult:
+    required = required and not rule.about_machine
     return RuleResult(rule.id, rule.title, Outcome.SKIP, reason=reason, required=required)
 
 

@@ -9,7 +9,11 @@ from dsv4doctor.models import Facts, Finding, Severity
 
 
 class NotChecked(Exception):
-    """What kept a rule from being checked."""
+    """What kept a rule from being checked; --strict insists on it only when `required`."""
+
+    def __init__(self, reason: str, required: bool = True) -> None:
+        super().__init__(reason)
+        self.required = required
 
 
 @dataclass(frozen=True)

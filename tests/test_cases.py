@@ -12,6 +12,7 @@ import pytest
 from tracing import EAGLE, request, traced
 
 from dsv4doctor.audit import judged, run_rules
+from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.callsite import call_texts
 from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.facts.features import read_features
@@ -184,6 +185,21 @@ def test_cases_on_sm_120(
         if missing or loud or others:
             wrong.append((case.name, missing, loud, others))
     assert not wrong
+
+
+@pytest.mark.wheels
+def test_options_of_another_engine(
+    sglang_tree: Callable[[str], SglangTree], checkpoint: Callable[..., Path]
+) -> None:
+    """C34: vLLM's option in an SGLang command, and a misspelt one."""
+    flags = ("--gpu-memory-utilization", "0.95", "--moe-runer-backend", "marlin")
+    (refused,) = trace_launches([request(sglang_tree("0.5.23"), checkpoint(STOCK), flags)])
+    assert isinstance(refused, UsageError)
+    assert "--gpu-memory-utilization" in refused.message
+    assert refused.hint == (
+        "--gpu-memory-utilization is vLLM's: SGLang's is --mem-fraction-static; "
+        "--moe-runer-backend: did you mean --moe-runner-backend?"
+    )
 
 
 # ------------------------------------------------------------------------------ machines

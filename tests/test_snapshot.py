@@ -10,7 +10,7 @@ from dsv4doctor.cli import run
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts import snapshot
 from dsv4doctor.facts.checkpoint import read_checkpoint
-from dsv4doctor.models import ARCHS, Gpu, GpuFacts, Launch, Package, SglangTree, Stack
+from dsv4doctor.models import ARCHS, Gpu, GpuFacts, HostFacts, Launch, Package, SglangTree, Stack
 
 _GPU = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30)
 
@@ -27,11 +27,16 @@ def test_everything_comes_back_from_the_file(checkpoint, tmp_path: Path) -> None
         checkpoint=read_checkpoint(checkpoint("nvidia__DeepSeek-V4-Flash-NVFP4", experts=2)),
         launch=_launch("--tp", "4", SGLANG_X="1"),
         environment={"NCCL_DEBUG": "INFO", "PATH": "/bin", "EDITOR": "vi"},
+        host=HostFacts("6.17.0", memory_nodes=(0, 1), pci_roots={"00000000:01:00.0": "pci0000:00"}),
     )
     assert taken.environment == {"NCCL_DEBUG": "INFO"}
     file = tmp_path / "box.json"
     file.write_text(snapshot.text_of(taken), encoding="utf-8")
     assert snapshot.read_snapshot(file) == taken
+    plain = json.loads(file.read_text(encoding="utf-8"))
+    del plain["host"]  # as an older dsv4doctor writes it
+    file.write_text(json.dumps(plain), encoding="utf-8")
+    assert snapshot.read_snapshot(file) == replace(taken, host=None)
 
 
 @pytest.mark.parametrize(
