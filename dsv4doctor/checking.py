@@ -100,7 +100,11 @@ def read_config(named: str | None) -> Config | None:
     """The configuration given or found above the working directory; None: there is none."""
     if named is not None:
         return configs.read(Path(named))
-    found = configs.find(Path.cwd())
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder we were started in is gone
+        return None
+    found = configs.find(here)
     return None if found is None else configs.read(found)
 
 
@@ -122,29 +126,37 @@ def parse_reports(texts: Sequence[str], formats: Sequence[str]) -> dict[str, str
 
 
 def examine(
-    planned: Plan, settings: Settings, complain: Callable[[str, str | None], None]
+    planned: Plan,
+    settings: Settings,
+    files: Mapping[str, str],
+    complain: Callable[[str, str | None], None],
 ) -> tuple[Report | Failure, ...]:
     """What every target gave, findings not yet held against anything.
 
-    One target that fails stops the run with its DoctorError; of several it is a Failure, told to
-    `complain` at once, and the others still run.
+    One target that fails stops the run with its DoctorError, written into `files` (file -> format)
+    first; of several it is a Failure, told to `complain` at once, and the others still run.
     """
     outcomes: list[Report | Failure] = []
     for asked in planned.targets:
         try:
-            with Progress() as progress:
-                target = launches.resolve(asked.options, progress.download)
-                if planned.source is not None:
-                    note = f"settings of {planned.source}"
-                    target = replace(target, notes=(*target.notes, note))
-                outcomes.append(audit(target, settings, progress.phase))
+            outcomes.append(_examined(asked.options, planned.source, settings))
         except DoctorError as error:
+            name = asked.policy.target or "launch"
+            failure = Failure(name, error.message, error.hint, error.exit_code)
             if len(planned.targets) == 1:
+                write(Run((failure,)), files)
                 raise
-            name = asked.policy.target or "unnamed"
             complain(f"{name}: {error.message}", error.hint)
-            outcomes.append(Failure(name, error.message, error.hint, error.exit_code))
+            outcomes.append(failure)
     return tuple(outcomes)
+
+
+def _examined(options: Options, source: str | None, settings: Settings) -> Report:
+    with Progress() as progress:
+        target = launches.resolve(options, progress.download)
+        if source is not None:
+            target = replace(target, notes=(*target.notes, f"settings of {source}"))
+        return audit(target, settings, progress.phase)
 
 
 def judge(

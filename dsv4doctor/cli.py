@@ -181,7 +181,7 @@ def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple
         timeout=options["timeout"],
         alternatives=name == "check",
     )
-    outcomes = checking.examine(planned, settings, _complain)
+    outcomes = checking.examine(planned, settings, files, _complain)
     run, baseline = checking.judge(planned, outcomes, update, date.today())
     deliver(_rendered(run, options, name), options["output"])
     checking.write(run, files)

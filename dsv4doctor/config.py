@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -56,9 +57,10 @@ def find(start: Path) -> Path | None:
     """The nearest configuration in `start` or above it."""
     for folder in (start, *start.parents):
         own, project = folder / NAME, folder / "pyproject.toml"
-        if own.is_file():
+        # not Path.is_file: it raises for a folder that we may not look into
+        if os.path.isfile(own):
             return own
-        if project.is_file() and _is_ours(project):
+        if os.path.isfile(project) and _is_ours(project):
             return project
     return None
 
@@ -216,6 +218,8 @@ class _Reader:
         value = table.get(key)
         if value is not None and not isinstance(value, kind):
             self._wrong(_key(where, key), f"should be {should_be}, is {value!r}")
+        if _has_nul(value):
+            self._wrong(_key(where, key), "holds a NUL character")
         return value
 
     def _text(
@@ -267,13 +271,22 @@ class _Reader:
         joined = path if path.is_absolute() else self.path.parent / path
         try:
             return str(joined.relative_to(Path.cwd()))
-        except ValueError:
+        except (ValueError, OSError):
             return str(joined)
 
     def _file_if_there(self, named: str) -> str:
         """The same for what can also be a release or a Hugging Face id."""
         path = self._file(named)
         return path if Path(path).exists() or named.startswith((".", "/", "~")) else named
+
+
+def _has_nul(value: Any) -> bool:
+    """True for a text, or texts, that no file and no variable can be called."""
+    if isinstance(value, dict):
+        return any(_has_nul(item) for pair in value.items() for item in pair)
+    if isinstance(value, list):
+        return any(_has_nul(item) for item in value)
+    return isinstance(value, str) and "\0" in value
 
 
 def _key(where: str, key: str) -> str:

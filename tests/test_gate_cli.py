@@ -193,6 +193,39 @@ def test_a_mistake_in_the_configuration_is_one_line(doctor: Doctor, tmp_path: Pa
     )
 
 
+def test_one_target_that_fails_is_in_the_reports(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "empty.sh").write_text("echo nothing\n")
+    reports = (
+        "--report",
+        "junit=out.xml",
+        "--report",
+        "sarif=out.sarif",
+        "--report",
+        "json=o.json",
+    )
+    done = doctor("check", "--arch", "sm_120", "--launch", "empty.sh", *reports)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    (suite,) = junitparser.JUnitXml.fromfile(str(tmp_path / "out.xml"))
+    assert (suite.tests, suite.errors) == (1, 1)
+    (run,) = json.loads((tmp_path / "out.sarif").read_text())["runs"]
+    assert run["invocations"][0]["exitCode"] == 2
+    (error,) = json.loads((tmp_path / "o.json").read_text())["errors"]
+    assert error["message"].startswith("empty.sh")
+
+
+def test_a_folder_that_is_gone(doctor: Doctor, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; os.makedirs('gone'); os.chdir('gone'); os.rmdir('../gone')\n"
+        "from dsv4doctor.cli import run; sys.exit(run(['check', '/nothing', '--arch', 'sm_120']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 2
+    assert "/nothing" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 # ------------------------------------------------------------------------------ completion
 
 

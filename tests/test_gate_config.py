@@ -145,6 +145,7 @@ _MISTAKES = {
         "suppress 1: target: there is no target 'y'",
     ),
     "toml": ("[[[", "not TOML"),
+    "nul": (r'launch = ["a\u0000.sh"]', "launch: holds a NUL character"),
 }
 
 

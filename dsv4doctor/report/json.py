@@ -34,18 +34,13 @@ def render(report: Report) -> str:
 
 def render_run(run: Run) -> str:
     """The report; of several targets, all of them in one object."""
-    if len(run.outcomes) == 1 and run.reports:
-        return render(run.reports[0])
-    return jsonio.dump(
-        {
-            **_head(__version__),
-            "schema": RUN_SCHEMA,
-            "reports": [
-                document(outcome) if isinstance(outcome, Report) else _failure(outcome)
-                for outcome in run.outcomes
-            ],
-        }
-    )
+    reports = [
+        document(outcome) if isinstance(outcome, Report) else _failure(outcome)
+        for outcome in run.outcomes
+    ]
+    if len(reports) == 1:
+        return jsonio.dump(reports[0])
+    return jsonio.dump({**_head(__version__), "schema": RUN_SCHEMA, "reports": reports})
 
 
 def _failure(failure: Failure) -> dict[str, Any]:
