@@ -159,7 +159,7 @@ def kv_bytes_per_token(
         return None
     layers, head_dim, rope, window, index_dim = numbers
     own = ratios[:layers]
-    if len(own) != layers or not set(own) <= {0, 4, 128}:
+    if len(own) != layers or any(ratio not in (0, 4, 128) for ratio in own):
         return None
     key = (head_dim - rope) + 2 * rope + 8  # FP8 part, BF16 rotary part, scales
     index = index_dim + index_dim // 128 * 4

@@ -5,7 +5,7 @@ up.  Each case says which rules answer it, and which must not.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -269,6 +269,28 @@ def test_layouts_of_v41_that_fit_eight_gpus_of_96_gb(checkpoint: Callable[..., P
         resolved = {"tp_size": ranks, "mem_fraction_static": 0.9}
         facts = scene(model="deepseek_v41", checkpoint=stored, resolved=resolved, gpus=gpus(ranks))
         assert _rules(facts) & {"DSV601"} == expected
+
+
+def test_fp8_experts_on_a_cold_cache(checkpoint: Callable[..., Path]) -> None:
+    """C16: a conversion to FP8, by its Hugging Face id, before and after it was downloaded."""
+    stored = read_checkpoint(checkpoint("sgl-project__DeepSeek-V4-Flash-FP8"))
+    name = "sgl-project/DeepSeek-V4-Flash-FP8"
+    for cached, expected in ((False, {"DSV302"}), (True, set())):
+        host = HostFacts(hub_model=name, hub_model_cached=cached)
+        facts = scene("sm_100", checkpoint=stored, path=name, host=host, overwritten={})
+        assert _rules(facts) == expected
+
+
+def test_prefill_and_decode() -> None:
+    """C30: speculation on one side only, and a pair that agrees."""
+    args = {"speculative_algorithm": "DSPARK", "page_size": 256}
+    prefill = scene("sm_100", flags=("--disaggregation-mode", "prefill"), resolved=args)
+    for resolved, expected in (
+        (args, set()),
+        ({**args, "speculative_algorithm": None}, {"DSV701"}),
+    ):
+        decode = scene("sm_100", flags=("--disaggregation-mode", "decode"), resolved=resolved)
+        assert _rules(replace(prefill, peer=decode)) == expected
 
 
 def test_a_version_of_flashinfer_between_the_known_ones_is_not_judged() -> None:

@@ -90,6 +90,7 @@ def test_cache_of_a_token() -> None:
     [
         {"compress_ratios": [2] * 43},
         {"compress_ratios": "all"},
+        {"compress_ratios": [[4]] * 43},
         {"head_dim": None},
         {"sliding_window": 0},
         {"num_hidden_layers": 99},
