@@ -49,6 +49,11 @@ def ids(diagnosis: Diagnosis) -> list[str]:
         ("[pod/sglang-0/main] [2026-11-29 14:00:00 TP0] x y", "x y", "TP0"),
         ("(EngineCore_DP0 pid=77) x y", "EngineCore_DP0", "EngineCore_DP0"),
         ('  File "/a/b.py", line 3, in f', '  File "/a/b.py", line 3, in f', None),
+        (
+            "warmup:  30%|##  | 496/1638 [00:00<00:00, 24891.7it/s][2026-05-20 02:29:31 TP3] x y",
+            "x y",
+            "TP3",
+        ),
         ("50%|#####     |\r100%|##########| x y", "100%|##########| x y", None),
     ],
 )

@@ -22,21 +22,22 @@ _SGLANG_MARK = re.compile(r"server_args=|sglang[/.]srt|sglang\.launch_server|Loa
 _ARCHS = (
     (
         re.compile(
-            r"\bGB10\b|DGX Spark|\b(?:sm_?|compute_)121[af]?\b|capability \(?12[, .]{1,2}1\b"
+            r"\bGB10\b|DGX Spark|\b(?:sm_?|SM_?|compute_)121[af]?\b"
+            r"|[Cc]apability:? \(?12[, .]{1,2}1\b"
         ),
         "sm_121",
     ),
     (
         re.compile(
-            r"RTX PRO [456]000|RTX 50[5-9]0|\b(?:sm_?|compute_)120[af]?\b"
-            r"|capability \(?12[, .]{1,2}0\b"
+            r"RTX PRO [456]000|RTX 50[5-9]0|\b(?:sm_?|SM_?|compute_)120[af]?\b"
+            r"|[Cc]apability:? \(?12[, .]{1,2}0\b"
             r"|device_name=NVIDIA_RTX_(?:PRO|50)"
         ),
         "sm_120",
     ),
-    (re.compile(r"\bG?B300\b|capability \(?10[, .]{1,2}3\b"), "sm_103"),
-    (re.compile(r"\bG?B200\b|capability \(?10[, .]{1,2}0\b"), "sm_100"),
-    (re.compile(r"\bH(?:100|200|20)\b|capability \(?9[, .]{1,2}0\b"), "sm_90"),
+    (re.compile(r"\bG?B300\b|[Cc]apability:? \(?10[, .]{1,2}3\b"), "sm_103"),
+    (re.compile(r"\bG?B200\b|[Cc]apability:? \(?10[, .]{1,2}0\b"), "sm_100"),
+    (re.compile(r"\bH(?:100|200|20)\b|[Cc]apability:? \(?9[, .]{1,2}0\b"), "sm_90"),
 )
 
 

@@ -33,6 +33,8 @@ _SGLANG = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,6})?)"
     r"(?P<rank>(?: [A-Z][A-Z_]{0,15}\d{1,5}){0,8})[^\]\n]{0,60}\] ?"
 )
+_AFTER_BAR = re.compile(r"%\|[^\n]{0,300}?(?:it|s|B)/(?:s|it)[^\]\n]{0,40}\](?P<next>\[20\d\d-)")
+"""A progress bar that a message was written behind, on the same line."""
 _RANK_NUMBER = re.compile(r"(?:TP|rank ?|Worker_TP)(\d{1,5})")
 
 
@@ -68,6 +70,8 @@ class Stripper:
 
 def _unwrapped(text: str) -> tuple[str, str | None, bool]:
     """The message without what collected it; its time; whether more of it follows."""
+    if text.startswith("[20"):
+        return text, None, False  # SGLang's own prefix: nothing collected it
     if text.startswith("{"):
         found = _from_json(text)
         if found is not None:
@@ -103,7 +107,10 @@ def _from_json(text: str) -> tuple[str, str | None, bool] | None:
 
 def _line(text: str, number: int, time: str | None) -> Line:
     rank: str | None = None
-    for pattern in (_WORKER, _TORCHRUN):
+    bar = _AFTER_BAR.search(text) if "%|" in text else None
+    if bar is not None:
+        text = text[bar.start("next") :]
+    for pattern in (_WORKER, _TORCHRUN) if text.startswith(("(", "[r")) else ():
         matched = pattern.match(text)
         if matched is not None:
             rank = matched["rank"]

@@ -51,21 +51,24 @@ _LAYER = re.compile(
     r"(?<![\w.])((?:draft_)?model\.(?:decoder|layers\.\d{1,3})[\w.]{0,80}|stages?\.\d{1,2}[\w.]{0,80}"
     r"|mtp\.\d{1,2}[\w.]{0,80})"
 )
-_ERROR_SHAPES = re.compile(
-    r"^\s{0,8}(?:[A-Za-z_][\w.]{0,100}(?:Error|Exception|Interrupt|OutOfResources)(?::|$)"
+_ERROR_START = re.compile(
+    r"\s{0,8}(?:[A-Za-z_][\w.]{0,100}(?:Error|Exception|Interrupt|OutOfResources)(?::|$)"
     r"|Fatal Python error|terminate called|Segmentation fault|Aborted|Killed\b|Bus error"
-    r"|CUDA error|E\d{4} )"
-    r"|Scheduler hit an exception|core dumped|\bERROR\b|\bFATAL\b|\[ERROR\]|CUDA error:"
-    r"|(?:^|\s)error: "
+    r"|CUDA error|E\d{4} |error: )"
 )
+_ERROR_INSIDE = ("Scheduler hit an exception", "core dumped", " ERROR ", "[ERROR]", "ERROR:",
+                 " FATAL ", "CUDA error:", " error: ")  # fmt: skip
 _PROGRESS = ("Load weight", "Loading", "avail mem", "ready to roll", "Uvicorn running",
              "startup complete", "Memory pool", "Cache is allocated", "Prefill batch",
              "Decode batch")  # fmt: skip
+_COMMANDS = ("server_args=", "launch_server", "sglang serve")
 _BATCH = ("Prefill batch", "Decode batch")
 SERVING = "(batches served)"
 """Stands in the lines around a match for any number of batch and request lines."""
 _ERROR_WORDS = ("rror", "ERROR", "FATAL", "xception", "Killed", "dumped", "fault", "terminate",
                 "Abort", "Interrupt", "Resources")  # fmt: skip
+_LAYER_WORDS = ("model.decoder", "model.layers", "stages.", "stage.", "mtp.")
+_START_LINES = 4000
 
 
 @dataclass
@@ -128,6 +131,10 @@ class Scanner:
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._signatures = tuple(signatures)
+        words = {literal for entry in self._signatures for literal in entry.literals}
+        self._literal = re.compile("|".join(map(re.escape, sorted(words))) or "(?!)").search
+        words.update(_PROGRESS, _ERROR_WORDS, _COMMANDS, _LAYER_WORDS, ("Traceback",))
+        self._telling = re.compile("|".join(map(re.escape, sorted(words)))).search
         self._seen = Observation()
         self._tracebacks = Tracebacks()
         self._stripper = Stripper()
@@ -186,37 +193,37 @@ class Scanner:
             self._take(line)
 
     def _take(self, line: Line) -> None:
-        text = line.text
-        seen = self._seen
-        if len(seen.start) < 4000:
-            seen.start.append(text[:600])
-        if "server_args=" in text or "launch_server" in text or "sglang serve" in text:
-            self._argument(line)
-        if len(text) > MAX_TEXT:
-            text = text[:MAX_TEXT]
-        if any(word in text for word in _PROGRESS):
-            seen.progress_line = line.number
-            if text.startswith(_BATCH):
-                self._note_serving()
-                return
-        ended = self._tracebacks.take(line)
-        named = (
-            _LAYER.search(text) if "model." in text or "stage" in text or "mtp." in text else None
-        )
-        if named is not None:
-            self._layer = named[1].rstrip(".")
+        text = line.text[:MAX_TEXT]
+        if len(self._seen.start) < _START_LINES:
+            self._seen.start.append(text[:600])
         for pending in self._pending:
             pending.after.append(text[:400])
         if self._pending:
             self._pending = [one for one in self._pending if len(one.after) < AFTER]
-        for signature in self._signatures:
-            if any(literal in text for literal in signature.literals):
-                self._try(signature, line, text)
-        if ended or (
-            any(word in text for word in _ERROR_WORDS) and _ERROR_SHAPES.search(text) is not None
-        ):
-            self._error(line)
+        if self._tracebacks.is_open or self._telling(text) is not None:
+            if text.startswith(_BATCH):
+                self._seen.progress_line = line.number
+                self._note_serving()
+                return
+            self._tell(line, text)
         self._recent.append(text[:400])
+
+    def _tell(self, line: Line, text: str) -> None:
+        """Look at a line that holds one of the telling words, or belongs to a traceback."""
+        if any(word in line.text for word in _COMMANDS):
+            self._argument(line)
+        if any(word in text for word in _PROGRESS):
+            self._seen.progress_line = line.number
+        ended = self._tracebacks.take(line)
+        if any(word in text for word in _LAYER_WORDS):
+            named = _LAYER.search(text)
+            self._layer = named[1].rstrip(".") if named is not None else self._layer
+        if self._literal(text) is not None:
+            for signature in self._signatures:
+                if any(literal in text for literal in signature.literals):
+                    self._try(signature, line, text)
+        if ended or _ERROR_START.match(text) or any(word in text for word in _ERROR_INSIDE):
+            self._error(line)
 
     def _note_serving(self) -> None:
         if not self._recent or self._recent[-1] != SERVING:
