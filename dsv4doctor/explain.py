@@ -63,13 +63,17 @@ def _remedies(module: ModuleType) -> list[str]:
         if example.expect:
             for finding in module.RULE.check(example.facts):
                 if finding.remedy is not None:
-                    found[finding.remedy.text] = None
+                    found[" ".join(finding.remedy.text.split())] = None
     return list(found)[:4]
 
 
 def _related(rule: str) -> list[str]:
-    related = {"DSV101": ("LOG102", "LOG103", "LOG104"), "DSV102": ("LOG101", "LOG104")}
-    return [f"dsv4doctor explain {name}" for name in related.get(rule, ())]
+    """How a crash log shows what `rule` finds before a start."""
+    return [
+        f"dsv4doctor explain {signature.id} (in a log: {signature.title})"
+        for signature in signatures()
+        if rule in signature.rules
+    ]
 
 
 def _signature(signature: Signature) -> str:
@@ -96,6 +100,7 @@ def _signature(signature: Signature) -> str:
         parts += [f"Looks like ({example.title}):"]
         parts += [f"  {line[:300]}" for line in example.text.strip().splitlines()]
         parts.append("")
+    parts += [f"Before a start, `dsv4doctor check` finds it as {rule}." for rule in signature.rules]
     parts += [*signature.links]
     return "\n".join(parts).rstrip() + "\n"
 

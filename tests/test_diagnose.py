@@ -10,6 +10,7 @@ from log_writer import ARGUMENTS_0514, healthy, traffic
 from dsv4doctor.diagnose.judge import Diagnosis, judge
 from dsv4doctor.diagnose.scan import GATES, Scanner
 from dsv4doctor.diagnose.signature import LogExample, Signature, signatures
+from dsv4doctor.rules import RULES
 
 _EXAMPLES = [(entry, example) for entry in signatures() for example in entry.examples]
 _CASES = [
@@ -56,10 +57,12 @@ def test_example_in_other_clothes(signature: Signature, example: LogExample) -> 
 
 def test_every_signature_is_complete() -> None:
     ids = [entry.id for entry in signatures()]
+    rules = {rule.id for rule in RULES}
     assert len(ids) == len(set(ids))
     for entry in signatures():
         assert any(example.matches for example in entry.examples), entry.id
         assert all(0 < cause.prior <= 0.95 and cause.remedy for cause in entry.causes), entry.id
+        assert set(entry.rules) <= rules, entry.id
         assert all(link.startswith("https://") for link in entry.links), entry.id
         for literal in entry.literals:
             assert any(gate.decode() in literal for gate in GATES), (entry.id, literal)

@@ -82,6 +82,8 @@ class Signature:
     """What happened; {field} stands for an extracted value."""
     releases: str
     links: tuple[str, ...]
+    rules: tuple[str, ...]
+    """The rules of `check` that see the same failure before a start."""
     emitted_at: tuple[tuple[str, str], ...]
     """(file in the SGLang tree, text of the statement) that writes the line."""
     causes: tuple[Cause, ...]
@@ -90,12 +92,12 @@ class Signature:
 
 @lru_cache(maxsize=1)
 def signatures() -> tuple[Signature, ...]:
-    """Every signature, in the order of the files."""
+    """Every signature, by id."""
     found: list[Signature] = []
     for path in sorted(FOLDER.glob("*.toml")):
         with path.open("rb") as file:
             found += [_signature(entry) for entry in tomllib.load(file)["signature"]]
-    return tuple(found)
+    return tuple(sorted(found, key=lambda signature: signature.id))
 
 
 def _signature(entry: Mapping[str, Any]) -> Signature:
@@ -117,6 +119,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         message=entry["message"],
         releases=entry.get("releases", "any"),
         links=tuple(entry.get("links", ())),
+        rules=tuple(entry.get("rules", ())),
         emitted_at=tuple((where["file"], where["text"]) for where in entry.get("emitted_at", ())),
         causes=tuple(_cause(cause) for cause in entry["cause"]),
         examples=tuple(
