@@ -103,6 +103,19 @@ def test_trtllm_lines_without_a_gpu_are_only_a_note() -> None:
     assert read(line, "sm_100").notes == ()
 
 
+def test_unknown_gpu_and_an_error_that_nothing_else_explains() -> None:
+    line = (
+        "[2026-09-18 10:01:19] Use flashinfer_trtllm_routed as MoE runner backend for "
+        "DeepseekV4ForCausalLM hybrid FP8+NVFP4 checkpoint.\n"
+    )
+    unexplained = read(line + "RuntimeError: CUDA error: unspecified launch failure\n")
+    assert found(unexplained) == ["LOG102"]
+    assert unexplained.matches[0].causes[0].confidence != "low"
+    assert "--arch" in unexplained.notes[0]
+    explained = read(line + "torch.OutOfMemoryError: CUDA out of memory.\n")
+    assert found(explained) == ["LOG507"]
+
+
 def test_main_experts_of_the_same_method_are_not_called_draft() -> None:
     line = (
         "[2026-09-18 10:01:19] Shuffling FP4 expert weights for TRT-LLM MxFP4 kernel (layer: "

@@ -84,9 +84,10 @@ def judge(seen: Observation, source: str, arch: str | None, notes: Sequence[str]
     remarks = list(notes)
     matches: list[Match] = []
     for tally in seen.tallies.values():
-        kept = _kept(tally, seen, facts, known, remarks)
+        kept = _kept(tally, seen, facts, known)
         if kept is not None:
             matches.append(_match(tally, kept, known))
+    matches += _conditional(seen, facts, known, matches, remarks)
     present = {match.signature.id for match in matches}
     matches = [one for one in matches if present.isdisjoint(one.signature.yields_to)]
     matches.sort(key=_order)
@@ -106,10 +107,46 @@ def judge(seen: Observation, source: str, arch: str | None, notes: Sequence[str]
     )
 
 
+def _conditional(
+    seen: Observation,
+    facts: LogFacts,
+    known: Sequence[str],
+    matches: Sequence[Match],
+    remarks: list[str],
+) -> list[Match]:
+    """What would be a failure on sm_12x, in a log that does not say which GPU it is.
+
+    Reported where the log has an error that nothing else explains; else only remarked.
+    """
+    found: list[Match] = []
+    if facts.arch is not None:
+        return found
+    done = {match.signature.id for match in matches}
+    is_explained = any(match.signature.tier < 2 for match in matches)
+    for tally in seen.tallies.values():
+        signature = tally.signature
+        if signature.requires is None or signature.id in done:
+            continue
+        kept = _kept(tally, seen, facts, known, is_sm12x=True)
+        if kept is None:
+            continue
+        if seen.errors and not is_explained:
+            found.append(_match(tally, kept, known))
+        remarks.append(
+            f"line {kept.line.number}: {signature.title}: right on SM100, a failure on sm_12x; "
+            f"the log does not say which GPU it is, --arch does"
+        )
+    return found
+
+
 def _kept(
-    tally: Tally, seen: Observation, facts: LogFacts, known: Sequence[str], remarks: list[str]
+    tally: Tally,
+    seen: Observation,
+    facts: LogFacts,
+    known: Sequence[str],
+    is_sm12x: bool = False,
 ) -> Sighting | None:
-    """The sighting that the signature's conditions hold for; None, perhaps with a remark."""
+    """The sighting that the signature's conditions hold for, `requires` too unless `is_sm12x`."""
     signature = tally.signature
     if signature.engine != "any" and facts.engine not in (signature.engine, "unknown"):
         return None
@@ -125,12 +162,8 @@ def _kept(
             break
     else:
         return None
-    if signature.requires is not None and not any(map(signature.requires.search, known)):
-        if facts.arch is None:
-            remarks.append(
-                f"line {sighting.line.number}: {signature.title}: right on SM100, a "
-                f"failure on sm_12x; the log does not say which GPU it is, --arch does"
-            )
+    unmet = signature.requires is not None and not any(map(signature.requires.search, known))
+    if unmet and not is_sm12x:
         return None
     return sighting
 
