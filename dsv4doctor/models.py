@@ -477,6 +477,10 @@ class TreeFeatures:
     """None: there is no mooncake transfer."""
     mxfp8_dense: Location | None = None
     """Where dense FP8 weights with 32-blocks are given an MXFP8 backend."""
+    dense_fp8_sm12x: str | None = None
+    """What `--fp8-gemm-backend auto` becomes on sm_12x."""
+    tuned_dense_fp8: tuple[str, ...] = ()
+    """The GPUs, as SGLang writes their names, with tuned tables for dense block FP8 on Triton."""
     state_by_token: bool = False
     """The KV pool pays the compressor's state of ratio 128 by the token, not by the request."""
     engram_over_ranks: bool = False

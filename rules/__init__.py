@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsv4doctor.rules import (
     attention_backend_sm100_only,
     deep_gemm_forced,
+    dense_fp8_untuned,
     dense_fp8_v41,
     draft_of_other_kind,
     dspark_decode_shape,
@@ -53,6 +54,7 @@ MODULES = (
     slow_path_forced,
     dense_fp8_v41,
     attention_backend_sm100_only,
+    dense_fp8_untuned,
     quantization_flag,
     experts_not_probed,
     environment_overwritten,

@@ -67,7 +67,7 @@ SM120 = {
         ),
         Case("C02, C24 defaults", HYBRID, (), ("DSV101", "DSV204"), ("DSV102", "DSV107")),
         Case("C24 short context", HYBRID, ("--context-length", "4096"), ("DSV101",), ("DSV204",)),
-        Case("C22 marlin by default", STOCK, (), ("DSV109", "DSV204"), ("DSV101", "DSV202")),
+        Case("C22, C26 defaults", STOCK, (), ("DSV109", "DSV204", "DSV208"), ("DSV101", "DSV202")),
     ),
     "0.5.16": (
         Case("C08, C33 DSpark", STOCK_DSPARK, DSPARK, ("DSV201", "DSV602"), ("DSV202", "DSV403")),
@@ -86,7 +86,13 @@ SM120 = {
             ("DSV201", "DSV602", "DSV205"),
             ((MLA, "triton"),),
         ),
-        Case("C08 without DSpark", STOCK, EAGLE, (), ("DSV201", "DSV202", "DSV204", "DSV403")),
+        Case(
+            "C08 without DSpark",
+            STOCK,
+            EAGLE,
+            (),
+            ("DSV201", "DSV202", "DSV204", "DSV208", "DSV403"),
+        ),
     ),
     "0.5.20": (
         Case("C21 over 64 tokens", STOCK, EAGLE, ("DSV202",), ("DSV201", "DSV109")),

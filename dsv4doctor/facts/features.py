@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +17,17 @@ _SPARSE_MLA = (
 _INDEXER = "sglang/srt/layers/attention/dsv4/indexer.py"
 _DEFAULT = re.compile(r"^    (SGLANG\w+) = Env\w+\((.*)\)$", re.MULTILINE)
 
+_AUTO_DENSE = re.compile(
+    r'if backend == "auto" and [^\n]*sm120[^\n]*:\n(?:\s*#[^\n]*\n)*\s*backend = "(\w+)"'
+)
+_TABLE = re.compile(r"N=\d+,K=\d+,device_name=([^,]+),dtype=fp8_w8a8,block_shape=.*\.json")
+
+_TABLES = (
+    "sglang/srt/layers/quantization/configs",
+    "sglang/kernels/ops/quantization/configs",
+    "sglang/kernels/ops/gemm/configs",
+)
+
 
 def read_features(root: Path) -> TreeFeatures:
     """The features of the tree whose `sglang/` lies in `root`.  Never raises for a file that is
@@ -26,7 +39,9 @@ def read_features(root: Path) -> TreeFeatures:
     config = "sglang/srt/configs/deepseek_v4.py"
     probes, _ = _function(config, _text(root, config), "try_detect_fp4_experts")
     dense = "sglang/srt/layers/quantization/fp8_utils.py"
-    mxfp8, _ = _function(dense, _text(root, dense), "resolve_block_fp8_mxfp8_backend")
+    dense_text = _text(root, dense)
+    mxfp8, _ = _function(dense, dense_text, "resolve_block_fp8_mxfp8_backend")
+    automatic = _AUTO_DENSE.search(dense_text)
     mooncake = _text(root, "sglang/srt/disaggregation/mooncake/conn.py")
     return TreeFeatures(
         environment_defaults=_defaults(_text(root, "sglang/srt/environ.py")),
@@ -41,6 +56,8 @@ def read_features(root: Path) -> TreeFeatures:
         if mooncake
         else None,
         mxfp8_dense=mxfp8,
+        dense_fp8_sm12x=automatic.group(1) if automatic else None,
+        tuned_dense_fp8=_tuned(root),
         state_by_token="c128_state_ratio = self."
         in _text(root, "sglang/srt/model_executor/pool_configurator.py"),
         engram_over_ranks="def shard_range" in _text(root, "sglang/srt/layers/engram.py"),
@@ -62,6 +79,14 @@ def _defaults(text: str) -> dict[str, str]:
         except (ValueError, SyntaxError):
             continue  # a default that is computed
     return found
+
+
+def _tuned(root: Path) -> tuple[str, ...]:
+    names: list[str] = []
+    for folder in _TABLES:
+        with contextlib.suppress(OSError):
+            names += os.listdir(root / folder)
+    return tuple(sorted({match[1] for name in names if (match := _TABLE.fullmatch(name))}))
 
 
 def _function(file: str, text: str, name: str) -> tuple[Location | None, str]:
