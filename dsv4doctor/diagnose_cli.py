@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4doctor.errors import UsageError
+from dsv4doctor.errors import DoctorError, UsageError
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, width
 
 if TYPE_CHECKING:
@@ -87,15 +87,22 @@ def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
 
     check_writable(options["output"])
     arch = None if options["arch"] == "auto" else options["arch"]
-    report = None
+    report, failure = None, None
     with Progress() as progress:
         tree = _tree(options, progress)
         progress.phase("reading the log")
         diagnosis = diagnose(log, arch, progress.reading)
         if options["trace"]:
-            report = _checked(diagnosis, options, arch, progress)
+            try:
+                report = _checked(diagnosis, options, arch, progress)
+            except DoctorError as error:
+                failure = error  # the log's own answer is not lost over it
     deliver(_rendered(diagnosis, tree, report, options), options["output"])
     say(f"dsv4doctor: {summary(diagnosis)}")
+    if failure is not None:
+        if ctx.obj is not None:
+            ctx.obj.update(format="console")  # standard output has its one JSON object
+        raise failure
     ctx.exit(diagnosis.exit_code)
 
 

@@ -85,21 +85,31 @@ def test_unexplained_error_shows_its_lines(
         ["--sglang", "not a version", "LOG"],
         ["--output", "/nowhere/x", "LOG"],
         ["--format", "xml", "LOG"],
-        ["--trace", "EMPTY"],
     ],
-    ids=["missing", "folder", "none", "sglang", "output", "format", "trace without a launch"],
+    ids=["missing", "folder", "none", "sglang", "output", "format"],
 )
-def test_bad_usage(
-    arguments: list[str], log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = tmp_path / "short.log"
-    empty.write_text("hello\n")
-    names = {"LOG": str(log), "EMPTY": str(empty)}
-    assert run(["diagnose", *(names.get(word, word) for word in arguments)]) == 2
+def test_bad_usage(arguments: list[str], log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diagnose", *(str(log) if word == "LOG" else word for word in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert err.startswith("dsv4doctor: ")
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+@pytest.mark.parametrize("kind", ["no launch", "no model"])
+def test_trace_that_is_not_possible_keeps_the_diagnosis(
+    style: str, kind: str, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "no launch":
+        log.write_text("KeyError: 'zebra'\n")
+    code = run(["diagnose", str(log), "--trace", "--arch", "sm_120", "--format", style])
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert "zebra" in out or "LOG101" in out
+    assert style == "console" or json.loads(out)["check"] is None
+    assert err.splitlines()[-1].startswith("dsv4doctor: ")
+    assert "dsv4doctor check" in err or "/models/DeepSeek-V4-Flash-NVFP4" in err
 
 
 def test_standard_input_in_a_process(log: Path) -> None:
