@@ -126,7 +126,7 @@ def test_story_from_a_script(
     assert "triton were not" in " ".join(out.split())
     assert "\x1b" not in out
     assert "sk-1" not in out + err
-    assert re.fullmatch(r"dsv4doctor: 1 error, 2 warnings in [\d.]+ s\n", err)
+    assert re.fullmatch(r"dsv4doctor: 1 error, 3 warnings, 1 info in [\d.]+ s\n", err)
 
     output = tmp_path / "report.json"
     process = _start(environment, "check", *common, "--format", "json", "-o", output)
