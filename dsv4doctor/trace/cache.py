@@ -18,20 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.tree import requirements
 from dsv4doctor.models import SglangTree, Trace
+from dsv4doctor.wheels import default_cache
 
 if TYPE_CHECKING:
     from dsv4doctor.trace.session import TraceRequest
 
 
 def folder() -> Path:
-    """Where dsv4doctor keeps what it can make again (DSV4DOCTOR_CACHE overrides)."""
-    override = os.environ.get("DSV4DOCTOR_CACHE")
-    return Path(override) if override else Path(platformdirs.user_cache_dir("dsv4doctor"))
+    """Where dsv4doctor keeps what it can make again."""
+    return default_cache()
 
 
 def key(request: TraceRequest) -> str:
@@ -41,7 +40,7 @@ def key(request: TraceRequest) -> str:
         "worker": content_hash(Path(__file__).parent),
         "tree": content_hash(Path(request.tree.root) / "sglang"),
         "version": request.tree.version,
-        "metadata": metadata_text(Path(request.tree.root)),
+        "metadata": metadata_text(request.tree),
         "checkpoint": request.checkpoint.content_key,
         "model_path": str(request.model_path),
         "flags": list(request.launch.flags),
@@ -85,19 +84,18 @@ def write(path: Path, text: str) -> None:
     """Replace `path` in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
-def metadata_text(root: Path) -> str:
-    """The text of SGLang's METADATA beside its tree; "" for a plain folder."""
-    for info in sorted(root.glob("sglang-*.dist-info")):
-        try:
-            return (info / "METADATA").read_text(encoding="utf-8")
-        except OSError:
-            continue
-    return ""
+def metadata_text(tree: SglangTree) -> str:
+    """What SGLang requires, as Requires-Dist lines: from its METADATA or its pyproject.toml."""
+    return "\n".join(f"Requires-Dist: {requirement}" for requirement in requirements(tree))
 
 
 # ------------------------------------------------------------------------ trees
@@ -125,15 +123,25 @@ def content_hash(root: Path) -> str:
     return content
 
 
-def _states(root: str, prefix: str = "") -> Iterator[tuple[str, int, int, int, int]]:
-    """(path, size, modified, changed, inode) of every file, in a fixed order."""
-    with os.scandir(os.path.join(root, prefix)) as entries:
+def _states(
+    root: str, prefix: str = "", above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[str, int, int, int, int]]:
+    """(path, size, modified, changed, inode) of every file, in a fixed order.
+
+    Links are followed, but not back into a folder that is being read.
+    """
+    folder = os.path.join(root, prefix)
+    here = os.stat(folder)
+    identity = (here.st_dev, here.st_ino)
+    if identity in above:
+        return
+    with os.scandir(folder) as entries:
         ordered = sorted(entries, key=lambda entry: entry.name)
     for entry in ordered:
         relative = prefix + entry.name
         if entry.is_dir():
             if entry.name != "__pycache__":
-                yield from _states(root, relative + "/")
+                yield from _states(root, relative + "/", above | {identity})
         elif entry.is_file() and not entry.name.endswith(".pyc"):
             state = entry.stat()
             yield relative, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino

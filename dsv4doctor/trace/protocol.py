@@ -1,13 +1,13 @@
 """What the session and the worker say to each other: one JSON request, then JSON lines.
 
-Request (standard input of the worker):
+Request (a file in the scratch folder):
     events_fd      file descriptor for the events
     tree           folder to import `sglang` from
-    metadata       text of SGLang's METADATA ("" when it has none)
+    metadata       Requires-Dist lines of SGLang ("" when nothing tells what it requires)
     capability     [major, minor] of the simulated GPU
     gpu            {"name", "memory_bytes", "count"} or null
     scratch        the one folder the worker may write to
-    bytecode       folder for the tree's compiled modules
+    bytecode       folder for the tree's compiled modules, or null
     memory_bytes   ceiling on the worker's memory
     serving        the interpreter is the one that will serve, so what it lacks is worth a word
     whole          leave no part of SGLang out

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from dsv4doctor.trace.protocol import trace_from
 
 WORKER = Path(__file__).parent / "worker"
 MEMORY_LIMIT_BYTES = 8 << 30
+_ROOM_FOR_BYTECODE = 256 << 20
 Progress = Callable[[str], None]
 
 _RELEVANT = (
@@ -145,7 +148,7 @@ def _run_group(
     requests: Sequence[TraceRequest], timeout: float, progress: Progress | None
 ) -> list[Trace | DoctorError]:
     first = requests[0]
-    with tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
         jobs = [
             {"id": index, "arguments": request.arguments(), "with_path": request.with_path}
             for index, request in enumerate(requests)
@@ -210,62 +213,88 @@ def _import_failure(message: str, request: TraceRequest) -> tuple[str, str]:
     )
 
 
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise, so that the worker and its folder go with this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _Worker:
     """The process, its event pipe and its deadline."""
 
     def __init__(self, request: TraceRequest, scratch: str, jobs: list[dict[str, Any]]) -> None:
+        self.awaited = len(jobs)
         read, write = os.pipe()
         self.pipe = os.fdopen(read, "rb", buffering=0)
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
+        # A file, not a pipe: an interpreter that reads nothing cannot make us wait.
+        request_file = Path(scratch) / "request.json"
+        request_file.write_text(json.dumps(_message(request, scratch, jobs, write)))
         try:
             self.process = subprocess.Popen(
-                [str(request.interpreter), str(WORKER)],
-                stdin=subprocess.PIPE,
+                [str(request.interpreter), str(WORKER), str(request_file)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self.errors,
                 pass_fds=(write,),
                 env=_environment(request, scratch),
                 start_new_session=True,
             )
-        except OSError as error:
-            os.close(write)
+        except (OSError, ValueError) as error:
             self.pipe.close()
+            reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"{request.interpreter}: cannot be started ({error.strerror})",
+                f"{request.interpreter}: cannot be started ({reason})",
                 "give the Python of the serving environment with --python",
             ) from error
-        os.close(write)
-        message = json.dumps(_message(request, scratch, jobs, write)).encode()
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(message)
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass  # it died at once; events() reports how
+        finally:
+            os.close(write)
 
     def events(self, deadline: float) -> Iterator[dict[str, Any]]:
-        """Events until the worker closes its pipe; UndeterminedError past `deadline`."""
+        """Events until every job has one, or the worker ends; UndeterminedError past `deadline`."""
         buffered = b""
-        failed = False
+        while self.awaited > 0:
+            chunk = self._read(deadline)
+            if not chunk:
+                break
+            *lines, buffered = (buffered + chunk).split(b"\n")
+            for line in lines:
+                event = _event(line)
+                if event["event"] != "phase":
+                    self.awaited -= 1 if event["job"] is not None else self.awaited
+                yield event
+        if self.awaited > 0:
+            status = self.process.wait()
+            raise UndeterminedError(f"the trace worker {_ended(status)}", self._last_words())
+
+    def _read(self, deadline: float) -> bytes:
+        """The next bytes of the pipe; b"" when the worker has ended and nothing is left in it."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:
+                # Whatever the worker started may hold the pipe open after it: look at both.
+                ended = self.process.poll() is not None
                 remaining = deadline - time.monotonic()
-                if remaining <= 0 or not selector.select(remaining):
+                if selector.select(0 if ended else max(0.0, min(remaining, 0.2))):
+                    return self.pipe.read(1 << 16)
+                if ended:
+                    return b""
+                if remaining <= 0:
                     raise UndeterminedError(
                         "the trace did not finish in time", "give it longer with --timeout SECONDS"
                     )
-                chunk = self.pipe.read(1 << 16)
-                if not chunk:
-                    break
-                *lines, buffered = (buffered + chunk).split(b"\n")
-                for line in lines:
-                    event = json.loads(line)
-                    failed = failed or event["event"] == "failure"
-                    yield event
-        status = self.process.wait()
-        if status != 0 and not failed:
-            raise UndeterminedError(f"the trace worker {_ended(status)}", self._last_words())
 
     def _last_words(self) -> str | None:
         self.errors.seek(0)
@@ -279,6 +308,19 @@ class _Worker:
         self.process.wait()
         self.pipe.close()
         self.errors.close()
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+        if event["event"] != "phase":
+            event["job"]
+        return dict(event)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UndeterminedError(
+            "the trace worker said something that is no event",
+            "give the Python of the serving environment with --python",
+        ) from error
 
 
 def _ended(status: int) -> str:
@@ -316,21 +358,33 @@ def _message(
     request: TraceRequest, scratch: str, jobs: list[dict[str, Any]], write: int
 ) -> dict[str, Any]:
     gpu = request.gpu
-    bytecode = cache.folder() / "bytecode"
-    bytecode.mkdir(parents=True, exist_ok=True)
+    bytecode = _bytecode_folder()
     return {
         "events_fd": write,
         "tree": request.tree.root,
-        "metadata": cache.metadata_text(Path(request.tree.root)),
+        "metadata": cache.metadata_text(request.tree),
         "capability": [request.arch.major, request.arch.minor],
         "gpu": None
         if gpu is None
         else {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "count": request.gpu_count},
         "scratch": scratch,
-        "bytecode": str(bytecode),
+        "bytecode": str(bytecode) if bytecode else None,
         "memory_bytes": MEMORY_LIMIT_BYTES,
         "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
         "serving": not request.tree.borrowed,
         "whole": request.whole,
         "jobs": jobs,
     }
+
+
+def _bytecode_folder() -> Path | None:
+    """Where compiled modules of a tree are kept; None where they cannot be, or only in part.
+
+    Python 3.11 keeps a compiled module that a full disk cut short, and fails on it ever after.
+    """
+    folder = cache.folder() / "bytecode"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if shutil.disk_usage(folder).free > _ROOM_FOR_BYTECODE else None
+    except (OSError, ValueError):
+        return None

@@ -1,4 +1,4 @@
-"""Entry point: `TARGET_PYTHON path/to/worker`, request on standard input, events on file 3.
+"""Entry point: `TARGET_PYTHON path/to/worker REQUEST`; the request file names the event pipe.
 
 The folder is loaded as a package under a private name, so that neither its modules nor
 dsv4doctor's site-packages can stand in the way of what the target interpreter imports.

@@ -34,9 +34,9 @@ class NoProgram(FileNotFoundError):
 
 
 def confine(scratch, caches=()):
-    """From here on only `scratch`, `caches` (folders) and /dev may be written."""
+    """From here on only `scratch`, `caches` (folders) and /dev/null may be written."""
     allowed = tuple(os.path.realpath(folder) + os.sep for folder in (scratch, *caches))
-    allowed += ("/dev/", "/proc/self/")
+    allowed += ("/dev/null/", "/dev/zero/", "/proc/self/")
 
     def inside(path):
         if isinstance(path, int):
@@ -56,6 +56,17 @@ def confine(scratch, caches=()):
             raise Refused(f"{event} on {args[0]!r} is not allowed in a trace")
 
     sys.addaudithook(hook)
+
+
+def die_with_parent():
+    """Have the kernel end this process when the one that started it ends, however it ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+    import signal
+
+    set_death_signal = 1
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
 def limit_memory(limit_bytes):

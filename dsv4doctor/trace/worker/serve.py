@@ -1,7 +1,7 @@
 """The worker's main: confine, simulate the GPU, import SGLang once, fork for every launch.
 
-Reads one request (JSON) from standard input; writes events, one JSON object a line, to the file
-descriptor it is told.  Whatever the traced code prints goes to standard error.
+Reads one request (JSON) from the file that it is given; writes events, one JSON object a line, to
+the file descriptor it is told.  Whatever the traced code prints goes to standard error.
 """
 
 import gc
@@ -18,7 +18,9 @@ from .recorder import RECORDER, calling_frame
 
 
 def main():
-    request = json.load(sys.stdin)
+    confinement.die_with_parent()
+    with open(sys.argv[1], encoding="utf-8") as file:
+        request = json.load(file)
     events = os.fdopen(int(request["events_fd"]), "w", buffering=1)
     os.dup2(2, 1)  # SGLang's prints must not reach whoever reads our standard output
     try:
@@ -75,6 +77,7 @@ class Worker:
     def _confine(self):
         request = self.request
         caches = [request["bytecode"]] if request.get("bytecode") else []
+        sys.dont_write_bytecode = not caches
         confinement.confine(request["scratch"], caches)
         if request.get("memory_bytes"):
             confinement.limit_memory(request["memory_bytes"])
@@ -87,6 +90,9 @@ class Worker:
         request = self.request
         metadata = request["metadata"]
         declared = stand_ins.declared_packages(metadata)
+        self.assumed = not declared
+        if self.assumed:
+            declared = dict.fromkeys(stand_ins.usual_packages())
         arguments = [argument for job in request["jobs"] for argument in job["arguments"]]
         inert = lean.inert_for(request["tree"], arguments, request.get("whole", False))
         self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"))
@@ -151,6 +157,7 @@ class Worker:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            confinement.die_with_parent()
             os.close(read)
             status = self._child(job, write)
             os._exit(status)
@@ -166,7 +173,11 @@ class Worker:
     def _leniencies(self):
         """What stood in for something that is missing where the server is to run."""
         missing = self.stand_ins.missing() if self.request["serving"] else []
+        assumed = (
+            "nothing beside this SGLang tells what it requires: the usual packages are assumed"
+        )
         return [
+            *([assumed] if self.assumed else []),
             *(f"{root} is required by SGLang and not installed, stood in for" for root in missing),
             *sorted(self.stand_ins.leniencies),
         ]

@@ -43,6 +43,7 @@ IMPORT_NAMES = {
     "sgl-deep-gemm": ("deep_gemm",),
     "sgl-flash-mla": ("flash_mla",),
     "sglang-kernel": ("sgl_kernel",),
+    "sgl-kernel": ("sgl_kernel",),
     "tilelang": ("tilelang", "tvm"),
 }
 
@@ -443,6 +444,12 @@ _IMPORT_ERRORS = re.compile(
 
 def _indentation(text):
     return len(text) - len(text.lstrip())
+
+
+def usual_packages():
+    """Import names that every release requires, for a tree whose requirements cannot be read."""
+    usual = {"deep_gemm", "torchao", "xgrammar", "compressed_tensors", "einops", "psutil", "orjson"}
+    return usual.union(*IMPORT_NAMES.values())
 
 
 def declared_packages(metadata_text):
