@@ -392,3 +392,17 @@ def test_a_name_that_a_module_has_for_other_gpus_only(
     assert draft.error is not None
     assert draft.error.type == "ImportError"
     assert "flashinfer_mxfp8_quantize" in draft.error.message
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.23"])
+def test_v41_with_its_engram_layers(
+    version: str, sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """Its hash of the vocabulary needs a tokenizer, which decides no kernel."""
+    model = checkpoint("deepseek-ai__DeepSeek-V4.1-Flash")
+    flags = ("--tp", "8", "--ep-size", "8", *DSPARK)
+    trace = trace_launch(request(sglang_tree(version), model, flags), use_cache=False)
+    assert (trace.errors, trace.unresolved) == ((), ())
+    assert [len(trace.of(role)) for role in Role] == [40, 3]
+    assert {layer.quant_method for layer in trace.layers} == {"Mxfp4FlashinferCutlassMoEMethod"}
+    assert {layer.stored_format for layer in trace.layers} == {StoredFormat.MXFP4}

@@ -157,3 +157,19 @@ def without_other_models():
                 yield module
 
     pkgutil.iter_modules = only_deepseek_v4
+
+
+def without_token_hashes():
+    """DeepSeek-V4.1's engram layers hash tokens by a map over the whole vocabulary.
+
+    That map is data, which a trace makes up, and tokenizers are left out: the module that holds it
+    is built without it.
+    """
+    import sys
+
+    engram = sys.modules.get("sglang.srt.layers.engram")
+    hasher = getattr(engram, "EngramHasher", None)
+    if hasher is not None:
+        import torch
+
+        hasher.__init__ = lambda self, *args, **kwargs: torch.nn.Module.__init__(self)

@@ -136,6 +136,7 @@ class Worker:
             from sglang.srt.models.registry import ModelRegistry
 
             ModelRegistry.get_supported_archs()
+        lean.without_token_hashes()
         self._record_jit_kernels()
 
     @staticmethod
