@@ -6,6 +6,7 @@ Nothing but click is imported before a command runs: `--help` has to be instant.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,10 @@ from dsv4doctor.terminal import (
     Progress,
     check_writable,
     deliver,
+    full_output,
+    prepare,
     say,
+    silence,
     wants_color,
     width,
 )
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
+_CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _COMPLETE = "_DSV4DOCTOR_COMPLETE"
 
 
@@ -236,7 +241,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command line `arguments` (by default the process's own)."""
     state: dict[str, Any] = {"debug": False, "format": "console", "output": None}
     try:
-        with _broken_pipe_is_quiet():
+        with _output_errors_are_quiet():
             # Not cli.main: it has its own answers to an interrupt and to a reader that left.
             words = sys.argv[1:] if arguments is None else list(arguments)
             with cli.make_context("dsv4doctor", words, obj=state) as context:
@@ -258,6 +263,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
+    prepare()
     if _COMPLETE in os.environ:
         from click.shell_completion import shell_complete
 
@@ -266,12 +272,17 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _broken_pipe_is_quiet() -> Iterator[None]:
-    """Whoever read our output has gone: let the interpreter's last flush go nowhere."""
+def _output_errors_are_quiet() -> Iterator[None]:
+    """Whoever read our output has gone, or its disk is full: nothing is flushed at the end."""
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
+        raise
+    except OSError as error:
+        # A library's own write, e.g. of --help; our files' errors have a name or are caught.
+        if error.filename is None and error.errno in _CANNOT_BE_WRITTEN:
+            raise full_output(error) from error
         raise
 
 
@@ -279,9 +290,17 @@ def _failed(state: dict[str, Any], error: DoctorError) -> int:
     if state["format"] == "json" and state["output"] is None:
         from dsv4doctor.report.json import render_error
 
-        sys.stdout.write(render_error(error))
+        _say_json(render_error(error))
     _complain(error.message, error.hint)
     return error.exit_code
+
+
+def _say_json(text: str) -> None:
+    """On standard output, if that can be written: the error itself goes to standard error."""
+    try:
+        deliver(text, None)
+    except (DoctorError, BrokenPipeError):
+        silence(sys.stdout)
 
 
 def _misused(error: click.ClickException) -> int:
@@ -303,7 +322,7 @@ def _broken(state: dict[str, Any], error: Exception) -> int:
     if state["format"] == "json" and state["output"] is None:
         from dsv4doctor.report.json import render_failure
 
-        sys.stdout.write(render_failure("internal", message, None))
+        _say_json(render_failure("internal", message, None))
     _complain(message, "please report it; --debug shows the traceback")
     return 3
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.terminal import check_writable, deliver, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,13 +23,21 @@ if TYPE_CHECKING:
 FINDINGS = 1
 """Exit code when a configuration does not fit, a check fails or a row could not be timed."""
 
+
+def _writable(_: click.Context, parameter: click.Parameter, output: Path | None) -> Path | None:
+    """`output`, looked at before the work is done."""
+    if output is not None:
+        check_writable(str(output), f"--{parameter.name}")
+    return output
+
+
 _only = click.option("--only", multiple=True, metavar="NAME", help="This kernel; may be repeated.")
 _format = click.option(
     "--format", "style", type=click.Choice(["console", "json"]), default="console",
     show_default=True, help="How to write the result.",
 )  # fmt: skip
 _output = click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path),
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), callback=_writable,
     help="Write to this file instead of standard output.",
 )  # fmt: skip
 
@@ -97,7 +106,7 @@ def compile_command(
         text = _compile_table(results)
     _write(text, output)
     bad = [result for result in results if not result.passed]
-    _say(
+    say(
         f"{len(results)} configurations: {len(results) - len(bad)} fit or are withheld, "
         f"{len(bad)} do not"
     )
@@ -161,14 +170,14 @@ def verify_command(
     names = catalog.select(only)
     _check_device(device)
     platform = stamps.current_platform(device)
-    _say(f"{platform.gpu} (driver {platform.driver}, torch {platform.torch}, "
+    say(f"{platform.gpu} (driver {platform.driver}, torch {platform.torch}, "
          f"triton {platform.triton})")  # fmt: skip
     arch = "sm_" + platform.capability.replace(".", "")
     results: list[Checked] = []
     stamped: dict[str, str | None] = {}
     for name in names:
         if not catalog.offered(name, arch):
-            _say(f"{name}: not offered on {arch}")
+            say(f"{name}: not offered on {arch}")
             continue
         done: list[Checked] = []
         with _stderr().status(f"verifying {name}"):
@@ -181,7 +190,7 @@ def verify_command(
     else:
         _write(_verify_table(results), output)
     for name, stamp in stamped.items():
-        _say(f"{name}: " + (f"verified, {stamp}" if stamp else "NOT verified, no stamp"))
+        say(f"{name}: " + (f"verified, {stamp}" if stamp else "NOT verified, no stamp"))
     if not all(result.passed for result in results):
         sys.exit(FINDINGS)
 
@@ -230,12 +239,13 @@ def _verify_table(results: Sequence[Checked]) -> str:
     help="An unpacked SGLang to take upstream's implementations from; default: the installed one.",
 )  # fmt: skip
 @click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path),
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), callback=_writable,
     help="Write the results as JSON to this file.",
 )  # fmt: skip
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw them: a .png or .svg."
-)
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_writable,
+    help="Draw them: a .png or .svg.",
+)  # fmt: skip
 def bench_command(
     only: tuple[str, ...], device: str, sglang: Path | None, output: Path | None, plot: Path | None
 ) -> None:
@@ -253,7 +263,7 @@ def bench_command(
     platform = stamps.current_platform(device)
     with _stderr().status("measuring what this GPU reaches"):
         rates = bench.measure_rates(device)
-    _say(
+    say(
         f"{platform.gpu}: copy {rates.copy_bytes_per_second / 1e9:.0f} GB/s, "
         f"bf16 matmul {rates.bf16_flops_per_second / 1e12:.0f} TFLOP/s; upstream: "
         + (f"SGLang {version}" if version else "no SGLang, only ours is timed")
@@ -266,9 +276,9 @@ def bench_command(
                 status.update(f"timing {name}: {row.case} done")
     if output is not None:
         _write(_json(bench.document(results, rates, platform, version)), output)
-    click.echo(_bench_table(results))
+    _write(_bench_table(results), None)
     for name, why in upstream.problems.items():
-        _say(f"upstream's {name} is not here: {why}")
+        say(f"upstream's {name} is not here: {why}")
     if plot is not None:
         bench.plot(results, platform, plot)
     if any(row.ours_us is None for row in results):
@@ -316,23 +326,13 @@ def _stderr() -> Console:
     return Console(stderr=True)
 
 
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _write(text: str, output: Path | None) -> None:
     """To standard output or `output`.  Raises UsageError when the file cannot be written."""
-    if output is None:
-        click.echo(text)
-        return
-    try:
-        output.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror}") from error
+    deliver(text + "\n", None if output is None else str(output))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

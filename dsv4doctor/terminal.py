@@ -5,9 +5,14 @@ rich is imported only where there is a terminal to draw on.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import errno
+import io
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 from typing import Any, TextIO
@@ -18,52 +23,159 @@ from dsv4doctor.errors import UsageError
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
+_COLUMNS = re.compile("[1-9][0-9]{0,3}")
+_ESCAPED = "dsv4doctor.escaped"
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding cannot say, as in JSON: \\u00e9, and a pair of those above U+FFFF."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    pairs = (units[at : at + 2].hex() for at in range(0, len(units), 2))
+    return "".join(f"\\u{unit}" for unit in pairs), error.end
+
+
+codecs.register_error(_ESCAPED, _escape)
+
+
+def prepare() -> None:
+    """Standard streams that are all there and take any text, and a terminal size that is one.
+
+    For the start of a process: a stream that was closed goes nowhere, so that no file opened
+    later takes its place.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ESCAPED)
+    for variable in ("COLUMNS", "LINES"):  # rich believes any digit
+        if not _COLUMNS.fullmatch(os.environ.get(variable, "1")):
+            del os.environ[variable]
+
+
 def width(is_terminal: bool) -> int:
     """The terminal's columns, else COLUMNS, else 100."""
     columns = shutil.get_terminal_size((100, 24)).columns
     if not is_terminal:
-        columns = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 100
-    return max(40, columns)
+        said = os.environ.get("COLUMNS", "")
+        columns = int(said) if _COLUMNS.fullmatch(said) else 100
+    return min(max(40, columns), 9999)
 
 
 def check_writable(output: str | None, flag: str = "--output") -> None:
     """UsageError for an output file that cannot be written, before the work is done."""
     if output is None:
         return
-    folder = os.path.dirname(os.path.abspath(output))
+    hint = "give another file"
+    try:
+        in_place = _is_special(output)
+    except OSError as error:
+        raise _unwritable(output, flag, error) from error
+    if in_place:
+        if not os.access(output, os.W_OK):
+            raise UsageError(f"{flag} {output}: cannot be written (Permission denied)", hint)
+        return
+    folder = os.path.dirname(os.path.realpath(output))
     if not os.path.isdir(folder):
-        raise UsageError(f"{flag} {output}: no folder {folder}", "give another file")
+        raise UsageError(f"{flag} {output}: no folder {folder}", hint)
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"{flag} {output}: {folder} cannot be written", "give another file")
+        raise UsageError(f"{flag} {output}: {folder} cannot be written", hint)
 
 
 def deliver(text: str, output: str | None, flag: str = "--output") -> None:
-    """To standard output, or as the file `output`, which appears whole or not at all."""
+    """To standard output, or as the file `output`, which appears whole or not at all.
+
+    A link stays and the file it points at is replaced; a device or pipe is written to.  Raises
+    UsageError for what cannot be written, BrokenPipeError when the reader of standard output left.
+    """
     if output is None:
+        _print(text)
+        return
+    content = text.encode("utf-8", _ESCAPED)
+    try:
+        if _is_special(output):
+            _write_in_place(content, output)
+        else:
+            _replace(content, os.path.realpath(output))
+    except OSError as error:
+        raise _unwritable(output, flag, error) from error
+
+
+def silence(stream: TextIO) -> None:
+    """What `stream` still holds goes nowhere, so that the interpreter's last flush succeeds."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def full_output(error: OSError) -> UsageError:
+    """For an `error` of writing standard output, which is silenced."""
+    silence(sys.stdout)
+    reason = (error.strerror or str(error)).lower()
+    return UsageError(f"standard output: {reason}", "redirect it to somewhere that can be written")
+
+
+def _print(text: str) -> None:
+    try:
         sys.stdout.write(text)
         sys.stdout.flush()
-        return
-    folder = os.path.dirname(os.path.abspath(output))
-    try:
-        handle, scratch = tempfile.mkstemp(dir=folder, prefix=".dsv4doctor-")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                umask = os.umask(0)
-                os.umask(umask)
-                os.chmod(scratch, 0o666 & ~umask)
-            os.replace(scratch, output)
-        except BaseException:
-            os.unlink(scratch)
-            raise
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise UsageError(
-            f"{flag} {output}: cannot be written ({error.strerror})", "give another file"
-        ) from error
+        raise full_output(error) from error
+
+
+def _is_special(output: str) -> bool:
+    """True for a device, pipe or socket."""
+    try:
+        return not stat.S_ISREG(os.stat(output).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _write_in_place(content: bytes, output: str) -> None:
+    # Without O_NONBLOCK a pipe that nobody reads would be waited for without end.
+    handle = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    os.set_blocking(handle, True)
+    with open(handle, "wb") as file:
+        file.write(content)
+
+
+def _replace(content: bytes, target: str) -> None:
+    handle, scratch = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".dsv4doctor-")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(scratch, 0o666 & ~umask)
+        os.replace(scratch, target)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _unwritable(output: str, flag: str, error: OSError) -> UsageError:
+    reason = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
+    named = output if len(output) <= 500 else f"{output[:100]}..."
+    return UsageError(f"{flag} {named}: cannot be written ({reason})", "give another file")
 
 
 def say(line: str) -> None:
-    print(harmless(line), file=sys.stderr)
+    """A line on standard error, where that can be written."""
+    try:
+        print(harmless(line), file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
 
 
 def harmless(text: str) -> str:
