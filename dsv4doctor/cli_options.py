@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 FLAGS_KEY = "dsv4doctor.sglang_flags"
 FORMATS = ("console", "json", "sarif", "junit", "github", "markdown", "html")
 _ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+
+
+class Seconds(click.FloatRange):
+    """A limit above 0 and up to a day."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True, max=86400)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return seconds
 
 
 class FlagsCommand(click.Command):
@@ -120,7 +136,7 @@ def _trace_options(formats: Sequence[str]) -> list[Callable[[F], F]]:
         ),
         option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Seconds(),
             default=300.0,
             show_default=True,
             metavar="SECONDS",

@@ -267,7 +267,7 @@ class _Reader:
 
     def _file(self, named: str) -> str:
         """A path as seen from the configuration's folder."""
-        path = Path(named).expanduser()
+        path = Path(os.path.expanduser(named))
         joined = path if path.is_absolute() else self.path.parent / path
         try:
             return str(joined.relative_to(Path.cwd()))
@@ -277,7 +277,7 @@ class _Reader:
     def _file_if_there(self, named: str) -> str:
         """The same for what can also be a release or a Hugging Face id."""
         path = self._file(named)
-        return path if Path(path).exists() or named.startswith((".", "/", "~")) else named
+        return path if os.path.exists(path) or named.startswith((".", "/", "~")) else named
 
 
 def _has_nul(value: Any) -> bool:

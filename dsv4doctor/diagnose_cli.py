@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsv4doctor.cli_options import Seconds
 from dsv4doctor.errors import DoctorError, UsageError
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, width
 
@@ -47,7 +48,7 @@ _ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     default=300.0,
     show_default=True,
     metavar="SECONDS",
@@ -117,8 +118,8 @@ def _tree(options: dict[str, Any], progress: Progress) -> SglangTree | None:
     from dsv4doctor.wheels import default_cache, fetch_tree
 
     named = options["sglang"]
-    path = Path(named).expanduser()
-    if os.sep in named or path.exists():
+    path = Path(os.path.expanduser(named))
+    if os.sep in named or os.path.exists(path):
         return read_tree(path)
     try:
         Version(named)

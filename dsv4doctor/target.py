@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
+from dsv4doctor.facts.files import shown
 from dsv4doctor.facts.gpu import read_gpus
 from dsv4doctor.facts.host import read_host
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
@@ -33,6 +35,8 @@ from dsv4doctor.models import (
     Stack,
 )
 from dsv4doctor.wheels import default_cache, fetch_tree
+
+_LINE = re.compile("[0-9]{1,9}")
 
 Download = Callable[[int, "int | None"], None]
 
@@ -189,7 +193,7 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
 
 def _script(named: Path) -> tuple[Path, int | None]:
     text, colon, number = str(named).rpartition(":")
-    if colon and number.isdigit() and not named.exists():
+    if colon and _LINE.fullmatch(number) and not os.path.exists(named):
         return Path(text), int(number)
     return named, None
 
@@ -199,7 +203,8 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f"--env {text}: not KEY=VALUE", "write it like --env SGLANG_X=1")
+            said = re.split(r"[=\s]", text, maxsplit=1)[0]  # the rest may be a secret
+            raise UsageError(f"--env {said}...: not KEY=VALUE", "write it like --env SGLANG_X=1")
         found[name] = value
     return found
 
@@ -218,7 +223,7 @@ def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
     """A snapshot's checkpoint as header-only files in our cache, by its content."""
     name = "".join(char for char in checkpoint.content_key if char.isalnum())[:32] or "unnamed"
     target = cache / "snapshots" / name
-    if target.is_dir():
+    if os.path.isdir(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +232,7 @@ def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
             try:
                 os.rename(folder, target)
             except OSError:
-                if not target.is_dir():  # else another process was first
+                if not os.path.isdir(target):  # else another process was first
                     raise
     except OSError as error:
         raise UsageError(
@@ -273,10 +278,12 @@ def _used_gpu(gpus: GpuFacts, launch: Launch) -> Gpu | None:
 
 def _interpreter(options: Options, launch: Launch | None, notes: list[str]) -> Path:
     if options.python is not None:
-        return Path(options.python).expanduser()
-    if launch is not None and launch.interpreter is not None:
-        named = Path(launch.interpreter).expanduser()
-        if named.is_file():
+        return Path(os.path.expanduser(options.python))
+    is_saved = options.snapshot is not None and options.launch is None
+    # A file from elsewhere does not say what is run here.
+    if launch is not None and launch.interpreter is not None and not is_saved:
+        named = Path(os.path.expanduser(launch.interpreter))
+        if os.path.isfile(named):
             return named
         notes.append(f"{named}, the Python of {launch.source}, is not on this machine")
     return Path(sys.executable)
@@ -315,13 +322,13 @@ def _same_tree(saved: SglangTree) -> str | None:
 
 
 def _named_tree(named: str, interpreter: Path, download: Download | None) -> SglangTree:
-    path = Path(named).expanduser()
-    if os.sep not in named and not path.exists():
+    path = Path(os.path.expanduser(named))
+    if os.sep not in named and not os.path.exists(path):
         try:
             Version(named)
         except InvalidVersion as error:
             raise UsageError(
-                f"--sglang {named}: neither a folder nor a version",
+                f"--sglang {shown(named)}: neither a folder nor a version",
                 "write it like --sglang 0.5.23, or give a folder",
             ) from error
         return fetch_tree(named, default_cache(), download, sys.executable)

@@ -48,9 +48,17 @@ _UNITS = {"B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 
 def default_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where dsv4doctor keeps what it can fetch again: $DSV4DOCTOR_CACHE, or the user's cache."""
+    """Where dsv4doctor keeps what it can fetch again: $DSV4DOCTOR_CACHE, or the user's cache.
+
+    Raises UsageError when it names a home folder that there is not.
+    """
     chosen = environment.get("DSV4DOCTOR_CACHE")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("dsv4doctor")
+    if not chosen:
+        return platformdirs.user_cache_path("dsv4doctor")
+    folder = os.path.expanduser(chosen)
+    if folder.startswith("~"):
+        raise UsageError(f"DSV4DOCTOR_CACHE {chosen}: no such user", "set it to a folder")
+    return Path(folder)
 
 
 def fetch_tree(
@@ -72,7 +80,7 @@ def fetch_tree(
             f"--sglang {version}: not a version", "write it like 0.5.23, or give a folder"
         ) from error
     target = cache.absolute() / "sglang" / name
-    if target.is_dir():
+    if os.path.isdir(target):  # unlike Path.is_dir, false for what cannot be looked at
         return read_tree(target, origin="wheel")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,15 +71,16 @@ def _expanded(path: str, environment: Mapping[str, str]) -> Path:
 
 def _cached_snapshot(model: str, cache: Path) -> Path:
     repository = cache / f"models--{model.replace('/', '--')}"
-    download = f"Download it (hf download {model}), or give the checkpoint's folder."
-    if not repository.is_dir():
-        raise UsageError(f"{model}: neither a folder nor in the hub cache at {cache}", download)
+    download = f"Download it (hf download {shown(model)}), or give the checkpoint's folder."
+    if not os.path.isdir(repository):  # unlike Path.is_dir, false for what cannot be looked at
+        name = shown(model)
+        raise UsageError(f"{name}: neither a folder nor in the hub cache at {cache}", download)
     reference = repository / "refs" / "main"
-    if not reference.exists():
+    if not os.path.exists(reference):
         raise UsageError(f"{model}: {reference} is not there, so no download finished", download)
     revision = read_file(reference, 4096).decode("ascii", "replace").strip()
     snapshot = repository / "snapshots" / revision
-    if not _REVISION.fullmatch(revision) or revision in (".", "..") or not snapshot.is_dir():
+    if not _REVISION.fullmatch(revision) or revision in (".", "..") or not os.path.isdir(snapshot):
         raise UsageError(f"{reference}: names a revision that is not downloaded", download)
     missing = _missing_file(snapshot)
     if missing is not None:
@@ -91,9 +93,9 @@ def _cached_snapshot(model: str, cache: Path) -> Path:
 
 def _missing_file(snapshot: Path) -> str | None:
     """What a snapshot lacks by the names in it; None: nothing that the names show."""
-    if not (snapshot / "config.json").exists():
+    if not os.path.exists(snapshot / "config.json"):
         return "no config.json"
-    names = [path.name for path in snapshot.glob("*.safetensors") if path.exists()]
+    names = [path.name for path in snapshot.glob("*.safetensors") if os.path.exists(path)]
     if not names:
         return "no .safetensors files"
     shards = {int(match[1]): int(match[2]) for match in map(_SHARD.fullmatch, names) if match}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import regular_size, shown
 from dsv4doctor.models import Checkpoint, GpuFacts, HostFacts, Launch, SglangTree, Snapshot, Stack
 
 REDACTED = "[redacted]"
@@ -33,6 +34,7 @@ _SECRET_IN_JSON = re.compile(
     r'("[^"]*(?:key|token|secret|password|credential)"\s*:\s*)"[^"]*"', re.IGNORECASE
 )
 _URL_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s]+@", re.IGNORECASE)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
 
 
@@ -61,12 +63,15 @@ def take(
 
 
 def text_of(snapshot: Snapshot) -> str:
-    return jsonio.dump({"schema": SCHEMA, **jsonio.to_plain(snapshot)})
+    text = jsonio.dump({"schema": SCHEMA, **jsonio.to_plain(snapshot)})
+    # A variable or path of other bytes than UTF-8 would make a file that is refused elsewhere.
+    return text.encode("utf-8", "replace").decode()
 
 
 def read_snapshot(path: Path) -> Snapshot:
     """The Snapshot in `path`; UsageError names what does not fit."""
     hint = "write one with: dsv4doctor snapshot -o FILE"
+    regular_size(path, hint)
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -82,7 +87,32 @@ def read_snapshot(path: Path) -> Snapshot:
     schema = plain.pop("schema")
     if schema != SCHEMA:
         raise UsageError(f"{path}: schema {schema!r}, this dsv4doctor reads {SCHEMA!r}", hint)
-    return jsonio.from_plain(plain, Snapshot, str(path))
+    for where, problem in _unusable_text(plain):
+        raise UsageError(f"{path}: {where}: {problem}", hint)
+    snapshot = jsonio.from_plain(plain, Snapshot, str(path))
+    launch = snapshot.launch.environment if snapshot.launch else {}
+    for where, environment in (("environment", snapshot.environment), ("launch", launch)):
+        for name in environment:
+            if not name or "=" in name:
+                raise UsageError(f"{path}: {where}: {shown(name)!r} is no variable's name", hint)
+    return snapshot
+
+
+def _unusable_text(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Where in parsed JSON there is text that no process can be given, and why."""
+    if isinstance(value, str):
+        if "\0" in value:
+            yield where, "a NUL character"
+        elif not value.isascii() and _LONE_SURROGATE.search(value):
+            yield where, "not valid Unicode text"
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            place = f"{where}.{shown(name)}" if where else shown(name)
+            yield from _unusable_text(name, place)
+            yield from _unusable_text(item, place)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unusable_text(item, f"{where}[{index}]")
 
 
 # ------------------------------------------------------------------------------ secrets

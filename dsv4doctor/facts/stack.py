@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import shutil
 import signal
+import stat
 import subprocess
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packaging.markers import UndefinedEnvironmentName
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName, default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import shown
 from dsv4doctor.facts.tree import read_tree, requirements
 from dsv4doctor.models import Package, SglangTree, Stack
 
@@ -174,7 +177,7 @@ def _package(name: str, version: str | None, specifier: SpecifierSet | None) -> 
 def _applies(requirement: Requirement, markers: Mapping[str, str]) -> bool:
     try:
         return requirement.marker is None or requirement.marker.evaluate({**markers, "extra": ""})
-    except UndefinedEnvironmentName:
+    except (UndefinedComparison, UndefinedEnvironmentName, InvalidVersion):
         return False
 
 
@@ -190,17 +193,24 @@ def _installed_tree(probe: _Probe) -> SglangTree | None:
 
 def _executable(interpreter: Path) -> Path:
     """`interpreter` as an absolute path; links are kept, since a venv's Python is one."""
-    if len(interpreter.parts) == 1 and not interpreter.exists():
+    if len(interpreter.parts) == 1 and not os.path.exists(interpreter):
         found = shutil.which(str(interpreter))
         if found is not None:
             return Path(found).absolute()
     try:
-        if interpreter.is_file():
-            return interpreter.absolute()
+        status = os.stat(interpreter)
+    except (FileNotFoundError, NotADirectoryError):
+        what = "no such interpreter"
+    except OSError as error:
+        what = f"cannot be started ({error.strerror})"
     except ValueError as error:
-        raise UsageError(f"{str(interpreter)!r}: {error}", _HINT) from error
-    what = "a folder, not a Python" if interpreter.is_dir() else "no such interpreter"
-    raise UsageError(f"{interpreter}: {what}", _HINT)
+        what = str(error)
+    else:
+        if stat.S_ISREG(status.st_mode):
+            return interpreter.absolute()
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
+        what += ", not a Python"
+    raise UsageError(f"{shown(str(interpreter))}: {what}", _HINT)
 
 
 def _run_probe(executable: Path, python_path: str, deadline: float) -> _Probe:
@@ -215,26 +225,40 @@ def _run_probe(executable: Path, python_path: str, deadline: float) -> _Probe:
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"{executable}: cannot be started ({error})", _HINT) from error
-    expired = threading.Event()
-
-    def stop() -> None:
-        expired.set()
-        _kill(process)
-
-    timer = threading.Timer(deadline, stop)
-    timer.start()
     try:
-        assert process.stdout is not None
-        output = process.stdout.read(_MAX_OUTPUT)
+        output = _read_until(process, time.monotonic() + deadline)
     finally:
-        timer.cancel()
         _kill(process)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
-    if expired.is_set():
+    if output is None:
         raise UsageError(f"{executable}: no answer within {deadline:g} s", _HINT)
     return _parse(executable, output.decode(errors="replace"))
+
+
+def _read_until(process: subprocess.Popen[bytes], end: float) -> bytes | None:
+    """What `process` printed, up to a limit; None: it was not done at `end` (monotonic seconds).
+
+    A process of its own that it left behind, and that holds its output open, is not waited for.
+    """
+    assert process.stdout is not None
+    output = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while len(output) < _MAX_OUTPUT:
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            is_done = process.poll() is not None
+            if selector.select(0 if is_done else min(left, 0.1)):
+                chunk = os.read(process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    break
+                output += chunk
+            elif is_done:
+                break
+    return bytes(output)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -248,7 +272,20 @@ def _parse(executable: Path, output: str) -> _Probe:
     try:
         plain = json.loads(marked[-1][len(_MARK) :])
         packages = {str(canonicalize_name(name)): v for name, v in plain["packages"].items()}
-        return _Probe(packages, plain["sglang"], plain["editable"], plain["markers"])
-    except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
+        probe = _Probe(packages, plain["sglang"], plain["editable"], plain["markers"])
+        _check(probe)
+        return probe
+    except (LookupError, ValueError, AttributeError, TypeError, RecursionError) as error:
         last = output.strip().splitlines()[-1:] or ["no output"]
-        raise UsageError(f"{executable}: not a working Python ({last[0][:100]})", _HINT) from error
+        reason = shown(last[0][:100])
+        raise UsageError(f"{executable}: not a working Python ({reason})", _HINT) from error
+
+
+def _check(probe: _Probe) -> None:
+    """ValueError for what no Python answers: the probe's interpreter may be any program."""
+    texts = [*probe.packages.values(), *probe.markers.values(), probe.sglang or ""]
+    if not all(isinstance(text, str) and "\0" not in text for text in texts):
+        raise ValueError("not text")
+    if not default_environment().keys() <= probe.markers.keys():
+        raise ValueError("markers are missing")
+    Version(probe.markers["python_version"])
