@@ -8,12 +8,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.hub import resolve_model
 from dsv4doctor.facts.snapshot import read_snapshot
 from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.terminal import check_writable, deliver, width
@@ -247,6 +248,33 @@ def test_names_that_cannot_be(tmp_path: Path, model: Path, arguments: str, said:
     (tmp_path / "m").symlink_to(model)
     command = f"$D trace-moe --arch sm_120 {arguments.replace('~', chr(92) + '~')}"
     _refused(_shell(command, tmp_path, LC_ALL="C.UTF-8"), said)
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process cannot look into, also where it started as root."""
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    folder.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o700)
+
+
+def test_what_lies_in_a_locked_folder(locked: Path) -> None:
+    with pytest.raises(UsageError, match=r"locked/model cannot be read \(Permission denied\)"):
+        resolve_model(str(locked / "model"), {})
+    with pytest.raises(UsageError, match=r"org/m: .*/locked/hub/.* cannot be read"):
+        resolve_model("org/m", {"HF_HOME": str(locked)})
+    with pytest.raises(UsageError, match=r"locked/python: cannot be started \(Permission denied"):
+        read_stack(locked / "python")
+    with pytest.raises(UsageError, match=r"locked/box.json: cannot be read \(Permission denied"):
+        read_snapshot(locked / "box.json")
+    with pytest.raises(UsageError, match=r"locked/out: cannot be written \(Permission denied"):
+        check_writable(str(locked / "out"))
 
 
 @pytest.mark.parametrize("columns", ["\u00b2", "99999999999", "-1", "0"])

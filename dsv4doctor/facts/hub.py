@@ -30,6 +30,7 @@ def resolve_model(model: str, environment: Mapping[str, str]) -> Path:
         exists = False
     if exists:
         raise UsageError(f"{model}: not a folder", "Give the folder that holds config.json.")
+    _check_access(folder, model)
     if not _MODEL_ID.fullmatch(model):
         raise UsageError(
             f"{shown(model) or 'the model'}: no such folder",
@@ -69,9 +70,23 @@ def _expanded(path: str, environment: Mapping[str, str]) -> Path:
     return Path(path)
 
 
+def _check_access(path: Path, model: str) -> None:
+    """Raises UsageError when it cannot even be seen whether there is something at `path`."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise UsageError(
+            f"{shown(model)}: {path} cannot be read ({error.strerror})",
+            "Run as a user who can, or give another folder.",
+        ) from error
+    except (OSError, ValueError):
+        pass
+
+
 def _cached_snapshot(model: str, cache: Path) -> Path:
     repository = cache / f"models--{model.replace('/', '--')}"
     download = f"Download it (hf download {shown(model)}), or give the checkpoint's folder."
+    _check_access(repository, model)
     if not os.path.isdir(repository):  # unlike Path.is_dir, false for what cannot be looked at
         name = shown(model)
         raise UsageError(f"{name}: neither a folder nor in the hub cache at {cache}", download)
