@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # A CPU build is enough: the doctor never touches a GPU.
 TORCH ?= torch==2.13.0
+# A CPU build of torch brings no Triton.
+TRITON ?= triton==3.6.0; platform_system == "Linux"
 SGLANG ?= 0.5.14
 BIN := $(VENV)/bin
 MODEL := .demo/DeepSeek-V4-Flash-NVFP4
@@ -15,6 +17,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TRITON)'
 	$(BIN)/python -m pip install --quiet -e '.[trace,test]'
 	touch $@
 
