@@ -314,11 +314,12 @@ def _tree(
 
 
 def _same_tree(saved: SglangTree) -> str | None:
-    """The folder of a snapshot's SGLang where this machine has that release there too."""
-    try:
-        return saved.root if read_tree(Path(saved.root)).version == saved.version else None
-    except UsageError:
-        return None
+    """A snapshot's SGLang where it is a release in our own cache.
+
+    No other folder that the file names: what lies there would be imported.
+    """
+    root = Path(saved.root)
+    return saved.root if root.is_relative_to(default_cache() / "sglang") and root.is_dir() else None
 
 
 def _named_tree(named: str, interpreter: Path, download: Download | None) -> SglangTree:

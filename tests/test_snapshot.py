@@ -160,3 +160,9 @@ def test_command_writes_nothing_when_a_named_file_is_bad(
     assert run(["snapshot", "-o", str(file), str(tmp_path / "absent")]) == 2
     assert not file.exists()
     assert "absent" in capsys.readouterr().err
+
+
+def test_a_snapshot_does_not_say_what_python_imports() -> None:
+    """PYTHONPATH and preloaded libraries of another machine, or of whoever wrote the file."""
+    variables = {"PYTHONPATH": "/elsewhere", "LD_PRELOAD": "/x.so", "NCCL_DEBUG": "INFO"}
+    assert snapshot.usable_environment(variables) == {"NCCL_DEBUG": "INFO"}

@@ -169,5 +169,9 @@ def redacted_text(text: str) -> str:
 
 
 def usable_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """A snapshot's variables without the redacted ones."""
-    return {name: value for name, value in environment.items() if value != REDACTED}
+    """A snapshot's variables without the redacted ones, and none that tells Python what to run."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if value != REDACTED and not name.startswith(("PYTHON", "LD_"))
+    }
