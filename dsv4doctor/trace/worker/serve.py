@@ -135,7 +135,11 @@ class Worker:
             from sglang.srt.model_loader import loader  # noqa: F401
             from sglang.srt.models.registry import ModelRegistry
 
-            ModelRegistry.get_supported_archs()
+            if "DeepseekV4ForCausalLM" not in ModelRegistry.get_supported_archs():
+                # The registry swallows a failed import: let it be seen, as the trace's own failure.
+                import sglang.srt.models.deepseek_v4  # noqa: F401
+
+                raise ImportError("SGLang's model registry has no DeepseekV4ForCausalLM")
         lean.without_token_hashes()
         self._record_jit_kernels()
 
