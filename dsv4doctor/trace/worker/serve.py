@@ -131,7 +131,7 @@ class Worker:
 
         lean.without_other_models()
         with Redirect("cpu"):
-            import sglang.srt.server_args  # noqa: F401
+            import sglang.srt.server_args
             from sglang.srt.model_loader import loader  # noqa: F401
             from sglang.srt.models.registry import ModelRegistry
 
