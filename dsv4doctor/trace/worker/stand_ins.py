@@ -139,7 +139,7 @@ class StandInType(type):
     def __or__(cls, other):
         return cls
 
-    __ror__ = __or__
+    __ror__ = __add__ = __radd__ = __or__
 
     def __lt__(cls, other):
         return False
