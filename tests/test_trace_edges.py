@@ -42,6 +42,15 @@ def test_a_tree_without_metadata_is_dispatched_the_same(
     assert any("requires" in text for text in bare.leniencies)
 
 
+def test_triton_is_never_interpreted(sglang_tree: Tree, model: Path) -> None:
+    """A variable of the caller's shell that would run kernels on tensors without data."""
+    real = sglang_tree("0.5.14")
+    plain = trace_launch(request(real, model), use_cache=False)
+    interpreted = replace(request(real, model), environment={"TRITON_INTERPRET": "1"})
+    assert trace_launch(interpreted, use_cache=False).layers == plain.layers
+    assert all(layer.kernel is not None for layer in plain.layers)
+
+
 def test_a_link_back_into_the_tree_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "a.py").write_text("")

@@ -28,6 +28,8 @@ MEMORY_LIMIT_BYTES = 8 << 30
 _ROOM_FOR_BYTECODE = 256 << 20
 Progress = Callable[[str], None]
 
+# Kernels are recorded and never run; Triton's interpreter would run them on tensors without data.
+_ONLY_FOR_KERNELS = {"TRITON_INTERPRET"}
 _RELEVANT = (
     "SGLANG_",
     "SGL_",
@@ -76,7 +78,7 @@ class TraceRequest:
         return {
             name: value
             for name, value in {**base, **self.launch.environment}.items()
-            if name.startswith(_RELEVANT)
+            if name.startswith(_RELEVANT) and name not in _ONLY_FOR_KERNELS
         }
 
     def arguments(self) -> list[str]:
