@@ -1,0 +1,102 @@
+"""What a fix is: a pure function from an SGLang tree's sources to changed sources.
+
+A fix never reads the disk or the GPU.  It gets the sources of the files that it names, finds its
+place by structure, and answers with one of four outcomes.  Several fixes may change one file: they
+are planned one after the other, each on what the one before it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dsv4doctor.models import Facts, Layer, Location, Trace
+
+Sources = Mapping[str, str]
+"""File, relative to the tree's root ("sglang/srt/...py") -> its text; absent files are left out."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user asked for."""
+
+    kernel: str = "auto"
+    """"auto", "triton", "cutlass" or "marlin": what a routed-expert layer is sent to."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The tree needs the fix, and this is it."""
+
+    sources: Sources
+    """The whole new text of each changed file."""
+    at: tuple[Location, ...]
+    """The lines of the old text that decide and are changed."""
+    summary: str
+    """What changes, in one sentence."""
+    target: str | None = None
+    """What the layers get, e.g. "triton"; None: the fix is not about a layer's method."""
+
+
+@dataclass(frozen=True)
+class Present:
+    """The tree does not need it: SGLang has it, or we put it there."""
+
+    at: Location
+    how: str
+    """E.g. "fixed upstream" or "applied by dsv4doctor"."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """The tree has no such path, so there is nothing to fix."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The path is there, in a shape that the fix does not know: it is left alone."""
+
+    file: str
+    expected: str
+    """Source text as the fix knows it."""
+    found: str
+    """Source text as it is."""
+    reason: str
+
+
+Outcome = Change | Present | Absent | Refused
+
+
+@dataclass(frozen=True)
+class Example:
+    """Input and output of `Fix.plan`; each is a test."""
+
+    title: str
+    before: Sources
+    after: Sources | None
+    """The changed files; None: the outcome is not a Change."""
+    outcome: type = Change
+    choice: Choice = Choice()
+
+
+@dataclass(frozen=True)
+class Fix:
+    id: str
+    """"FIX101"; every changed place carries it in a comment, which is how `plan` knows its own."""
+    title: str
+    rules: tuple[str, ...]
+    """The rules whose findings it answers."""
+    files: tuple[str, ...]
+    """The files that `plan` reads, the ones it changes among them."""
+    plan: Callable[[Sources, Choice], Outcome]
+    needed: Callable[[Facts], str | None]
+    """Why this launch needs it; None when it does not."""
+    changes: Callable[[Layer], bool]
+    """Whether a layer, as traced before, is one that the fix means to change."""
+    verify: Callable[[Facts, Trace], tuple[str, ...]]
+    """(facts before, trace after) -> what did not come out as planned."""
+    verified_by: str
+    """How it is verified, in one line."""
+    examples: tuple[Example, ...] = ()
