@@ -44,6 +44,8 @@ class Settings:
     """Seconds for each trace."""
     alternatives: bool = True
     """Try other flags when the launch does not run."""
+    modules: tuple[str, ...] = ()
+    """Modules of SGLang that have to import."""
 
 
 def audit(target: Target, settings: Settings, progress: Progress | None = None) -> Report:
@@ -63,6 +65,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         environment=target.environment,
         gpu=target.gpu,
         gpu_count=target.gpu_count,
+        modules=settings.modules,
     )
     trace = trace_launch(
         request, use_cache=settings.use_cache, timeout=settings.timeout, progress=progress

@@ -54,6 +54,7 @@ def key(request: TraceRequest) -> str:
         "packages": packages(request.interpreter),
         "with_path": request.with_path,
         "whole": request.whole,
+        "modules": request.modules,
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 

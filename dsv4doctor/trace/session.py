@@ -71,6 +71,8 @@ class TraceRequest:
     gpu_count: int | None = None
     whole: bool = False
     """Import what SGLang imports, all of it: slow, to check that the lean trace says the same."""
+    modules: tuple[str, ...] = ()
+    """Modules of SGLang that have to import (or compile, where a trace leaves them out)."""
 
     def variables(self) -> dict[str, str]:
         """The variables that SGLang will see, the launch's own last."""
@@ -156,6 +158,7 @@ def _group(request: TraceRequest) -> tuple[Any, ...]:
         request.arch,
         request.gpu,
         request.whole,
+        request.modules,
         variables,
     )
 
@@ -390,6 +393,7 @@ def _message(
         "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
         "serving": not request.tree.borrowed,
         "whole": request.whole,
+        "modules": list(request.modules),
         "jobs": jobs,
     }
 

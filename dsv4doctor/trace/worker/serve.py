@@ -5,6 +5,7 @@ the file descriptor it is told.  Whatever the traced code prints goes to standar
 """
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -64,6 +65,7 @@ class Worker:
         self._import_torch()
         self._phase("importing SGLang")
         self._import_sglang()
+        self._import_modules(request.get("modules", ()))
         self._mark("imports")
         for job in request["jobs"]:
             self._fork(job)
@@ -95,6 +97,7 @@ class Worker:
             declared = dict.fromkeys(stand_ins.usual_packages())
         arguments = [argument for job in request["jobs"] for argument in job["arguments"]]
         inert = lean.inert_for(request["tree"], arguments, request.get("whole", False))
+        self.inert = inert
         self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"))
         sys.path.insert(0, request["tree"])
         sys.meta_path.insert(0, self.stand_ins)
@@ -142,6 +145,23 @@ class Worker:
                 raise ImportError("SGLang's model registry has no DeepseekV4ForCausalLM")
         lean.without_token_hashes()
         self._record_jit_kernels()
+
+    def _import_modules(self, names):
+        """Import each, or compile the ones that a trace leaves out; an error names its module."""
+        from .tensors import Redirect
+
+        for name in names:
+            try:
+                if self.inert(name):
+                    path = os.path.join(self.request["tree"], *name.split("."))
+                    path = path + ".py" if os.path.isfile(path + ".py") else path + "/__init__.py"
+                    with open(path, "rb") as source:
+                        compile(source.read(), path, "exec", dont_inherit=True)
+                else:
+                    with Redirect("cpu"):
+                        importlib.import_module(name)
+            except Exception as error:
+                raise ImportError(f"{name}: {describe(error)}") from error
 
     @staticmethod
     def _record_jit_kernels():
