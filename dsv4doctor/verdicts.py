@@ -34,6 +34,8 @@ class KnownKernel:
     call: str | None = None
     sm100: bool = False
     clamp: str | None = None
+    condition: str | None = None
+    """What it takes beyond the right GPU, as a clause."""
 
     def exists_for(self, arch: Arch) -> bool:
         if self.minimum is not None:
@@ -90,6 +92,7 @@ def _row(row: dict[str, Any]) -> KnownKernel:
         call=row.get("call"),
         sm100=row.get("sm100", False),
         clamp=row.get("clamp"),
+        condition=row.get("condition"),
     )
 
 
@@ -129,7 +132,8 @@ def _verdict(layer: Layer, arch: Arch, call_text: str) -> tuple[Verdict, str]:
         return Verdict.UNKNOWN, "the checkpoint holds no tensors of these experts"
     if known is None:
         return Verdict.UNKNOWN, f"not known for which GPUs {short} exists"
-    return Verdict.RUNS, f"{short} ({known.name}) exists for {arch.name}"
+    condition = f"; {known.condition}" if known.condition else ""
+    return Verdict.RUNS, f"{short} ({known.name}) exists for {arch.name}{condition}"
 
 
 def drops_clamp(layer: Layer, call_text: str) -> bool:

@@ -21,6 +21,8 @@ from dsv4doctor.kernels import catalog
 
 STATE_VARIABLE = "DSV4DOCTOR_STATE"
 UNVERIFIED_VARIABLE = "DSV4DOCTOR_ALLOW_UNVERIFIED"
+TRACE_VARIABLE = "DSV4DOCTOR_IN_TRACE"
+"""Set for the process that traces; never in a server."""
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,11 @@ def require_stamp(name: str, device: str = "cuda", platform: stamps.Platform | N
     """For adapters, before they serve: raises UnverifiedKernelError unless `name` was verified
     on this GPU with this driver, torch, Triton and kernel source.
 
-    With DSV4DOCTOR_ALLOW_UNVERIFIED=1 it warns instead.  `platform` is for tests.
+    A trace runs no kernel and asks for no stamp; it says so of the layers that it reports.  With
+    DSV4DOCTOR_ALLOW_UNVERIFIED=1 it warns instead.  `platform` is for tests.
     """
+    if os.environ.get(stamps.TRACE_VARIABLE) == "1":
+        return
     reason = stamps.stale(name, platform or stamps.current_platform(device))
     if reason is None:
         return

@@ -38,6 +38,7 @@ def key(request: TraceRequest) -> str:
     described = {
         "tool": __version__,
         "worker": content_hash(Path(__file__).parent),
+        "kernels": content_hash(Path(__file__).parent.parent / "kernels"),
         "tree": content_hash(Path(request.tree.root) / "sglang"),
         "version": request.tree.version,
         "metadata": metadata_text(request.tree),

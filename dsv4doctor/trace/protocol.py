@@ -10,6 +10,7 @@ Request (a file in the scratch folder):
     bytecode       folder for the tree's compiled modules, or null
     memory_bytes   ceiling on the worker's memory
     serving        the interpreter is the one that will serve, so what it lacks is worth a word
+    dsv4doctor     our own package, for a patched SGLang in an environment without it; or null
     whole          leave no part of SGLang out
     verbose        let SGLang's own log through to standard error
     jobs           [{"id", "arguments", "with_path"}]; a launch each
@@ -32,6 +33,7 @@ from dsv4doctor.models import (
     ArgChange,
     Branch,
     Checkpoint,
+    HotPath,
     Kernel,
     Layer,
     Location,

@@ -24,6 +24,7 @@ from dsv4doctor.trace import cache
 from dsv4doctor.trace.protocol import trace_from
 
 WORKER = Path(__file__).parent / "worker"
+OURSELVES = Path(__file__).parent.parent
 MEMORY_LIMIT_BYTES = 8 << 30
 _ROOM_FOR_BYTECODE = 256 << 20
 Progress = Callable[[str], None]
@@ -377,6 +378,7 @@ def _environment(request: TraceRequest, scratch: str) -> dict[str, str]:
 def _message(
     request: TraceRequest, scratch: str, jobs: list[dict[str, Any]], write: int
 ) -> dict[str, Any]:
+        DSV4DOCTOR_IN_TRACE="1",  # our adapters ask for no stamp where no kernel runs
     gpu = request.gpu
     bytecode = _bytecode_folder()
     return {
@@ -399,6 +401,7 @@ def _message(
 
 
 def _bytecode_folder() -> Path | None:
+        "dsv4doctor": str(OURSELVES) if request.tree.borrowed else None,
     """Where compiled modules of a tree are kept; None where they cannot be, or only in part.
 
     Python 3.11 keeps a compiled module that a full disk cut short, and fails on it ever after.

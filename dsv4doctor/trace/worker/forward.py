@@ -18,7 +18,8 @@ _KERNEL = re.compile(
 )
 _HELPER = re.compile(
     r"quant|topk|align|permute|shuffle|interleave|repack|sum_reduce|scale_factor|silu"
-    r"|act_and_mul|workspace|tune|Activation|RoutingMethod|Enum|Gated|get_",
+    r"|act_and_mul|workspace|tune|Activation|RoutingMethod|Enum|Gated|get_"
+    r"|^_(route|count)_kernel$",  # of our own grouped products
     re.IGNORECASE,
 )
 

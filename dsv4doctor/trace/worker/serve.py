@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 
-from . import confinement, lean, stand_ins
+from . import confinement, lean, ourselves, stand_ins
 from .recorder import RECORDER, calling_frame
 
 
@@ -101,6 +101,7 @@ class Worker:
         self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"))
         sys.path.insert(0, request["tree"])
         sys.meta_path.insert(0, self.stand_ins)
+        ourselves.lend(request.get("dsv4doctor"))
         stand_ins.answer_versions(self.stand_ins, metadata)
 
     def _import_torch(self):

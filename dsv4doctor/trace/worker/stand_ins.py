@@ -67,6 +67,7 @@ REAL = {
     "tqdm",
     "msgspec",
     "sglang",
+    "dsv4doctor",  # a patched SGLang imports its adapters
     "jinja2",
     "markupsafe",
     "fsspec",
