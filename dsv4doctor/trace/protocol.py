@@ -33,7 +33,6 @@ from dsv4doctor.models import (
     ArgChange,
     Branch,
     Checkpoint,
-    HotPath,
     Kernel,
     Layer,
     Location,
