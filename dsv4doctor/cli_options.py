@@ -101,9 +101,36 @@ def report_options(formats: Sequence[str]) -> Callable[[F], F]:
     """The options of a command that reports in one of `formats`."""
 
     def decorate(function: F) -> F:
+        return _apply([*_trace_options(formats), *_verdict_options()], facts_options(function))
+
+    return decorate
+
+
+def launch_options(formats: Sequence[str]) -> Callable[[F], F]:
+    """The options that say which launch is traced, without those that judge findings."""
+
+    def decorate(function: F) -> F:
         return _apply([*_trace_options(formats)], facts_options(function))
 
     return decorate
+
+
+def _verdict_options() -> list[Callable[[F], F]]:
+    return [
+        option(
+            "--fail-on",
+            type=click.Choice(["error", "warning", "never"]),
+            default="error",
+            show_default=True,
+            help="The least severity of a finding that gives exit code 1.",
+        ),
+        option(
+            "--strict",
+            is_flag=True,
+            help="Exit code 3 also for a skipped rule or a kernel that is not known.",
+        ),
+        option("--why", is_flag=True, help="Also print the decision path: every branch."),
+    ]
 
 
 def _trace_options(formats: Sequence[str]) -> list[Callable[[F], F]]:
@@ -123,18 +150,6 @@ def _trace_options(formats: Sequence[str]) -> list[Callable[[F], F]]:
         ),
         option("--format", type=click.Choice(formats), default="console", show_default=True),
         option(
-            "--fail-on",
-            type=click.Choice(["error", "warning", "never"]),
-            default="error",
-            show_default=True,
-            help="The least severity of a finding that gives exit code 1.",
-        ),
-        option(
-            "--strict",
-            is_flag=True,
-            help="Exit code 3 also for a skipped rule or a kernel that is not known.",
-        ),
-        option(
             "--timeout",
             type=Seconds(),
             default=300.0,
@@ -143,7 +158,6 @@ def _trace_options(formats: Sequence[str]) -> list[Callable[[F], F]]:
             help="Limit for a trace.",
         ),
         option("--no-cache", is_flag=True, help="Trace again even if nothing has changed."),
-        option("--why", is_flag=True, help="Also print the decision path: every branch."),
         option(
             "-v",
             "--verbose",

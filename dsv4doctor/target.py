@@ -139,6 +139,21 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     )
 
 
+def resolve_tree(options: Options, download: Download | None = None) -> SglangTree:
+    """The SGLang tree that `options` name, by default the interpreter's; no launch is needed.
+
+    Raises UsageError where there is none.
+    """
+    environment = dict(os.environ)
+    launch = _launch(options, None, environment) if options.launch is not None else None
+    interpreter = _interpreter(options, launch, [])
+    if options.sglang is not None:
+        return _named_tree(options.sglang, interpreter, download)
+    variables = {**environment, **(launch.environment if launch else {}), **_pairs(options.env)}
+    _, tree = read_stack(interpreter, variables)
+    return _required(tree, interpreter)
+
+
 def facts_of_machine(options: Options, download: Download | None = None) -> Snapshot:
     """What this machine has; a launch, model or SGLang that was not named may be absent.
 
@@ -305,12 +320,16 @@ def _tree(
         stack, _ = read_stack(interpreter, variables, against=tree)
         return tree, saved.stack if saved and saved.stack else stack
     stack, installed = read_stack(interpreter, variables)
+    return _required(installed, interpreter), stack
+
+
+def _required(installed: SglangTree | None, interpreter: Path) -> SglangTree:
     if installed is None:
         raise UsageError(
             f"{interpreter}: no SGLang in this interpreter",
             "give the serving environment's with --python, or a release with --sglang 0.5.23",
         )
-    return installed, stack
+    return installed
 
 
 def _same_tree(saved: SglangTree) -> str | None:
