@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsv4doctor.fixes import draft_moe_dispatch
+from dsv4doctor.fixes import draft_moe_dispatch, environment_overwritten
 from dsv4doctor.fixes.fix import Fix
 
-ALL: tuple[Fix, ...] = (draft_moe_dispatch.FIX,)
+ALL: tuple[Fix, ...] = (draft_moe_dispatch.FIX, environment_overwritten.FIX)
 """Every fix, in the order in which they are planned."""

@@ -95,13 +95,10 @@ class _Replace(cst.CSTTransformer):
 
 def find_piece(sources: Sources, file: str, name: str) -> Piece | None:
     """The function or class of that qualified name; None where the file lacks it."""
-    text = sources.get(file)
-    if text is None:
+    text, tree = sources.get(file, ""), parsed(sources, file)
+    if tree is None:
         return None
-    try:
-        scope: ast.AST = ast.parse(text)
-    except SyntaxError:
-        return None
+    scope: ast.AST = tree
     for part in name.split("."):
         node = next((node for node in _definitions(scope) if node.name == part), None)
         if node is None:
@@ -135,9 +132,14 @@ def with_piece(sources: Sources, piece: Piece, new: str) -> str:
 
 def parsed(sources: Sources, file: str) -> ast.Module | None:
     """The file's syntax tree, for questions that change nothing; None: absent or no Python."""
+    return _tree(sources[file]) if file in sources else None
+
+
+@functools.lru_cache(maxsize=16)
+def _tree(text: str) -> ast.Module | None:
     try:
-        return ast.parse(sources[file])
-    except (KeyError, SyntaxError):
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
         return None
 
 
