@@ -26,6 +26,7 @@ from dsv4doctor.cli_options import (
 )
 from dsv4doctor.diagnose_cli import diagnose_command, explain_command
 from dsv4doctor.errors import DoctorError
+from dsv4doctor.fix_cli import fix_command, run_command
 from dsv4doctor.kernels_cli import kernels_group
 from dsv4doctor.terminal import (
     Progress,
@@ -53,7 +54,7 @@ _COMPLETE = "_DSV4DOCTOR_COMPLETE"
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 wrong usage or unreadable "
-    "input, 3 could not be determined.",
+    "input, 3 could not be determined, 4 a patch was refused.",
 )
 @click.version_option(__version__, prog_name="dsv4doctor")
 @click.pass_context
@@ -145,6 +146,8 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
 cli.add_command(kernels_group)
 cli.add_command(diagnose_command)
 cli.add_command(explain_command)
+cli.add_command(fix_command)
+cli.add_command(run_command)
 
 
 def _options(ctx: click.Context, options: dict[str, Any]) -> Options:

@@ -69,10 +69,10 @@ def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
         heading = [Text(f"Target {name}", style="bold reverse")] if several else []
         if isinstance(outcome, Failure):
             said = f"not determined: {outcome.message}"
-            texts.append(_printed([*heading, Text(said, style="bold red")], style))
+            texts.append(printed([*heading, Text(said, style="bold red")], style))
         else:
             text = render(outcome, style.width, style.color, verbose=style.verbose, why=style.why)
-            texts.append((_printed(heading, style) if heading else "") + text)
+            texts.append((printed(heading, style) if heading else "") + text)
     return "\n".join(texts)
 
 
@@ -84,7 +84,7 @@ def render_check(report: Report, width: int, color: bool, *, verbose: bool, why:
     parts += [Text(), *_findings(report), *_gate(report.gate)]
     if verbose:
         parts += [Text(), *_details(report)]
-    return _printed(parts, Style(width, color))
+    return printed(parts, Style(width, color))
 
 
 def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
@@ -94,7 +94,7 @@ def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why:
         parts += [Text(), *_path(report.facts.trace)]
     if verbose:
         parts += [Text(), *_details(report)]
-    return _printed(parts, Style(width, color))
+    return printed(parts, Style(width, color))
 
 
 def summary(report: Report) -> str:
@@ -123,7 +123,8 @@ class _Harmless:
             yield segment._replace(text=harmless(segment.text))
 
 
-def _printed(parts: Sequence[RenderableType], style: Style) -> str:
+def printed(parts: Sequence[RenderableType], style: Style) -> str:
+    """The parts one below the other, as text that cannot steer a terminal."""
     sink = StringIO()
     console = Console(
         file=sink,

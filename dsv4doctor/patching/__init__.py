@@ -1,0 +1,1 @@
+"""Changes an SGLang tree's sources so that every step can be taken back."""

@@ -1,0 +1,218 @@
+"""What dsv4doctor did to a tree, kept in the user's state folder.
+
+One folder a tree, named after the tree's real path: `journal.json`, and the bytes of every file
+before and after under their sha256.  A change is written down as pending before the first file of
+the tree is touched, and settled after the last: whenever a run dies, the journal still tells every
+file's two contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import platformdirs
+
+from dsv4doctor import __version__, jsonio
+from dsv4doctor.errors import PatchRefusedError, UsageError
+from dsv4doctor.models import SglangTree
+from dsv4doctor.patching import disk
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A fix, and what it was asked to use."""
+
+    id: str
+    kernel: str = "auto"
+
+
+@dataclass(frozen=True)
+class State:
+    """A tree as we left it or mean to leave it."""
+
+    applied: tuple[Applied, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    """File -> sha256, for files that differ from their original."""
+    proved: bool = False
+    """A trace has shown that it does what was planned."""
+
+
+@dataclass(frozen=True)
+class Original:
+    """A file before the first change; its bytes are kept under the hash."""
+
+    sha256: str
+    mode: int
+    link: str | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A change that has begun."""
+
+    kind: str
+    """"apply" or "revert"."""
+    state: State
+
+
+@dataclass(frozen=True)
+class Journal:
+    root: str
+    version: str
+    """SGLang's, when the first file was changed."""
+    originals: dict[str, Original] = field(default_factory=dict)
+    settled: State = State()
+    pending: Pending | None = None
+    tool: str = __version__
+    changed: str = ""
+    """When, ISO 8601, UTC."""
+    format: int = FORMAT
+
+
+def default_state(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where journals are kept: $DSV4DOCTOR_STATE, or the user's state folder."""
+    chosen = environment.get("DSV4DOCTOR_STATE")
+    if not chosen:
+        return Path(platformdirs.user_state_path("dsv4doctor"))
+    folder = os.path.expanduser(chosen)
+    if folder.startswith("~"):
+        raise UsageError(f"DSV4DOCTOR_STATE {chosen}: no such user", "set it to a folder")
+    return Path(folder)
+
+
+class Store:
+    """The journal of one tree and the bytes that it names."""
+
+    def __init__(self, state: Path, tree: SglangTree) -> None:
+        self.tree = tree
+        self.sglang = Path(os.path.realpath(os.path.join(tree.root, "sglang")))
+        name = hashlib.sha256(os.fsencode(self.sglang)).hexdigest()[:24]
+        self.folder = state.absolute() / "trees" / name
+        self.path = self.folder / "journal.json"
+
+    def load(self) -> Journal | None:
+        """None: nothing of this tree was ever changed, or all of it was taken back.
+
+        Raises UsageError for a journal that cannot be read.
+        """
+        hint = (
+            f"reinstall SGLang {self.tree.version} without its dependencies, "
+            f"then remove {self.folder}"
+        )
+        try:
+            raw = self.path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot be read ({error.strerror})", hint) from error
+        try:
+            plain = json.loads(raw)
+        except ValueError as error:
+            raise UsageError(f"{self.path}: not JSON ({error})", hint) from error
+        journal = jsonio.from_plain(plain, Journal, str(self.path))
+        if journal.format != FORMAT:
+            raise UsageError(
+                f"{self.path}: of another dsv4doctor ({journal.tool})",
+                f"take the change back with dsv4doctor {journal.tool}",
+            )
+        return journal
+
+    def save(self, journal: Journal) -> None:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        plain = {**jsonio.to_plain(journal), "changed": now, "tool": __version__}
+        self._prepare()
+        disk.write(self.path, disk.File(jsonio.dump(plain).encode(), 0o600))
+
+    def forget(self) -> None:
+        """There is nothing left to take back."""
+        disk.discard(self.path)
+        disk.flush_folder(self.folder)
+        shutil.rmtree(self.folder / "bytes", ignore_errors=True)
+
+    def keep(self, content: bytes) -> str:
+        """Keep the bytes; gives their sha256."""
+        name = disk.sha256(content)
+        target = self._bytes(name)
+        if not target.is_file() or disk.sha256(target.read_bytes()) != name:
+            self._prepare()
+            disk.write(target, disk.File(content, 0o600))
+        return name
+
+    def prune(self, journal: Journal) -> None:
+        """Drop bytes that the journal no longer names."""
+        named = {original.sha256 for original in journal.originals.values()}
+        named |= set(journal.settled.files.values())
+        with contextlib.suppress(OSError):
+            for path in (self.folder / "bytes").iterdir():
+                if path.name not in named:
+                    os.unlink(path)
+
+    def content(self, name: str) -> bytes:
+        """The bytes kept under the sha256 `name`; PatchRefusedError when they are not whole."""
+        try:
+            content = self._bytes(name).read_bytes()
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror})"
+        else:
+            if disk.sha256(content) == name:
+                return content
+            reason = "damaged"
+        raise PatchRefusedError(
+            f"{self._bytes(name)}: {reason}",
+            f"reinstall SGLang {self.tree.version} without its dependencies",
+        )
+
+    def where(self, name: str) -> Path:
+        """The file that holds the bytes `name`."""
+        return self._bytes(name)
+
+    def _bytes(self, name: str) -> Path:
+        return self.folder / "bytes" / name
+
+    def _prepare(self) -> None:
+        os.makedirs(self.folder / "bytes", mode=0o700, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else changes this tree meanwhile; PatchRefusedError when somebody does.
+
+        The tree's own folder is locked too, for other users with a state folder of their own.
+        """
+        with contextlib.ExitStack() as held:
+            self._lock(held, str(self.folder / "lock"), os.O_RDWR | os.O_CREAT)
+            self._lock(held, str(self.sglang), os.O_RDONLY)
+            yield
+
+    def _lock(self, held: contextlib.ExitStack, path: str, flags: int) -> None:
+        try:
+            if flags & os.O_CREAT:
+                self._prepare()
+            handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if not flags & os.O_CREAT:
+                return
+            raise UsageError(
+                f"{path}: cannot be written ({error.strerror})",
+                "set DSV4DOCTOR_STATE to a folder that can",
+            ) from error
+        held.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PatchRefusedError(
+                f"{self.tree.root}: another dsv4doctor is changing this tree",
+                "run it again when that one is done",
+            ) from error
+        except OSError:
+            return  # a file system without locks

@@ -1,0 +1,202 @@
+"""Facts and sources and fixes -> what would be changed, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from dsv4doctor.fixes.fix import Change, Choice, Fix, Outcome, Present, Refused
+from dsv4doctor.models import Facts
+from dsv4doctor.patching import text
+from dsv4doctor.patching.journal import Applied
+
+
+class Status(str, Enum):
+    PLANNED = "planned"
+    """The launch needs it, and it can be put in."""
+    APPLIED = "applied"
+    """It is in, and the journal can take it out."""
+    RENEWED = "renewed"
+    """It is in, and this dsv4doctor or another choice would write it otherwise."""
+    PRESENT = "present"
+    """The tree does not need it: SGLang has it, or it was put in without our journal."""
+    ABSENT = "absent"
+    """The tree has no such path."""
+    REFUSED = "refused"
+    """The path has a shape that the fix does not know."""
+    NOT_NEEDED = "not needed"
+    """It could be put in, and the launch does not need it."""
+    LEFT_OUT = "left out"
+    """The launch needs it, and --only names others."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One fix on this tree and launch."""
+
+    fix: Fix
+    status: Status
+    outcome: Outcome
+    why: str | None
+    """Why the launch needs it, as the tree is now."""
+    layers: tuple[str, ...] = ()
+    """The layers that it means to change, of those traced."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    steps: tuple[Step, ...]
+    applied: tuple[Applied, ...]
+    """The fixes that are in once it is carried out."""
+    contents: Mapping[str, bytes]
+    """File -> its bytes then, for every file that differs from its base."""
+
+    def of(self, *statuses: Status) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.status in statuses)
+
+    @property
+    def missing(self) -> tuple[Step, ...]:
+        """Needed, and not in."""
+        kinds = (Status.PLANNED, Status.REFUSED, Status.LEFT_OUT)
+        return tuple(step for step in self.of(*kinds) if step.why is not None)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be in the tree."""
+
+    held: tuple[Applied, ...] = ()
+    """In already, by the journal."""
+    only: tuple[str, ...] = ()
+    """Of the fixes that are needed, only these; empty: all."""
+    kernel: str | None = None
+    """None: what each fix was applied with, "auto" for new ones."""
+
+
+def make(
+    fixes: Sequence[Fix],
+    bases: Mapping[str, bytes],
+    current: Mapping[str, bytes],
+    facts: Facts | None,
+    wish: Wish,
+) -> Plan:
+    """The plan for a tree.
+
+    `bases`: every file that the fixes read, without what we put in; `current`: as they are.
+    Without `facts` nothing new is needed, and only what is held is composed.
+    """
+    texts, unreadable = _decoded(bases)
+    sources = {file: one.body for file, one in texts.items()}
+    held = {applied.id: applied.kernel for applied in wish.held}
+    steps: list[Step] = []
+    applied: list[Applied] = []
+    for fix in fixes:
+        why, failed = _needed(fix, facts)
+        chosen = not wish.only or fix.id in wish.only
+        kernel = (wish.kernel if chosen else None) or held.get(fix.id, "auto")
+        failed = failed or _unreadable(fix, unreadable)
+        outcome = failed or _planned(fix, sources, Choice(kernel))
+        is_in = fix.id in held
+        if isinstance(outcome, Change) and (is_in or (why is not None and chosen)):
+            sources.update(outcome.sources)
+            applied.append(Applied(fix.id, kernel))
+        status = _status(outcome, is_in, why is not None, chosen)
+        steps.append(Step(fix, status, outcome, why, _layers(fix, facts)))
+    contents = {
+        file: content
+        for file, one in texts.items()
+        if (content := one.encode(sources[file])) != bases[file]
+    }
+    differing = {file for file in bases if contents.get(file, bases[file]) != current[file]}
+    return Plan(_renewed(steps, wish.held, applied, differing), tuple(applied), contents)
+
+
+def _decoded(bases: Mapping[str, bytes]) -> tuple[dict[str, text.Text], dict[str, str]]:
+    """The texts, and why a file has none."""
+    texts: dict[str, text.Text] = {}
+    unreadable: dict[str, str] = {}
+    for file, content in bases.items():
+        try:
+            texts[file] = text.decode(content)
+        except text.NotText as error:
+            unreadable[file] = str(error)
+    return texts, unreadable
+
+
+def _unreadable(fix: Fix, unreadable: Mapping[str, str]) -> Refused | None:
+    for file in fix.files:
+        if file in unreadable:
+            return Refused(file, "Python source in UTF-8", "other bytes", unreadable[file])
+    return None
+
+
+def _needed(fix: Fix, facts: Facts | None) -> tuple[str | None, Refused | None]:
+    if facts is None:
+        return None, None
+    try:
+        return fix.needed(facts), None
+    except Exception as error:
+        return None, _broken(fix, error)
+
+
+def _planned(fix: Fix, sources: Mapping[str, str], choice: Choice) -> Outcome:
+    """What the fix says; one that fails, or writes what is no Python, is refused."""
+    own = {file: sources[file] for file in fix.files if file in sources}
+    try:
+        outcome = fix.plan(own, choice)
+        if isinstance(outcome, Change):
+            for file, body in outcome.sources.items():
+                if file not in own:
+                    raise ValueError(f"it writes {file}, which it does not name")
+                compile(body, file, "exec", dont_inherit=True)
+        return outcome
+    except Exception as error:
+        return _broken(fix, error)
+
+
+def _broken(fix: Fix, error: Exception) -> Refused:
+    return Refused(fix.files[0], "", "", f"{fix.id} itself failed: {type(error).__name__}: {error}")
+
+
+def _status(outcome: Outcome, is_in: bool, is_needed: bool, chosen: bool) -> Status:
+    if isinstance(outcome, Refused):
+        return Status.REFUSED
+    if isinstance(outcome, Change):
+        if is_in:
+            return Status.APPLIED
+        if not is_needed:
+            return Status.NOT_NEEDED
+        return Status.PLANNED if chosen else Status.LEFT_OUT
+    return Status.PRESENT if isinstance(outcome, Present) else Status.ABSENT
+
+
+def _renewed(
+    steps: Sequence[Step],
+    held: Sequence[Applied],
+    applied: Sequence[Applied],
+    differing: set[str],
+) -> tuple[Step, ...]:
+    """Steps that are in, marked where what is in is not what would be written now."""
+    new = {file for step in steps if step.status is Status.PLANNED for file in _files(step)}
+
+    def marked(step: Step) -> Step:
+        same_choice = not {one for one in applied if one.id == step.fix.id} - set(held)
+        as_written = not any(file in differing - new for file in _files(step))
+        if step.status is not Status.APPLIED or (same_choice and as_written):
+            return step
+        return replace(step, status=Status.RENEWED)
+
+    return tuple(marked(step) for step in steps)
+
+
+def _files(step: Step) -> tuple[str, ...]:
+    return tuple(step.outcome.sources) if isinstance(step.outcome, Change) else ()
+
+
+def _layers(fix: Fix, facts: Facts | None) -> tuple[str, ...]:
+    layers = facts.trace.layers if facts is not None and facts.trace is not None else ()
+    try:
+        return tuple(layer.name for layer in layers if fix.changes(layer))
+    except Exception:
+        return ()

@@ -1,0 +1,124 @@
+"""Taking fixes out again, and what is in a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dsv4doctor.errors import UsageError
+from dsv4doctor.fixes.fix import Fix
+from dsv4doctor.patching import disk, plan, pristine, standing
+from dsv4doctor.patching.apply import recover, refuse_unwritable
+from dsv4doctor.patching.journal import Journal, Store
+from dsv4doctor.patching.plan import Wish
+from dsv4doctor.patching.rewrite import refuse_lost, refuse_running, write
+from dsv4doctor.patching.standing import Standing
+from dsv4doctor.patching.view import Asked, Outcome, changes_of, contents_of, view
+
+
+def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
+    """Take back every fix, or those in `asked.only`: identical bytes, mode and links.
+
+    Raises PatchRefusedError when someone else changed a file since.
+    """
+    with store.locked():
+        seen = view(store, [])
+        if seen.journal is None:
+            if store.load() is not None:
+                store.forget()
+            return Outcome(
+                "revert", store.tree, 0, "nothing of ours is in this tree", notes=seen.notes
+            )
+        held = seen.held
+        missing = [name for name in asked.only if name not in {one.id for one in held}]
+        if missing:
+            known = ", ".join(one.id for one in held)
+            raise UsageError(f"--only {missing[0]}: not in this tree", f"in it: {known}")
+        kept = tuple(one for one in held if asked.only and one.id not in asked.only)
+        if kept:
+            seen = view(store, fixes)
+        planned = plan.make(fixes if kept else [], seen.bases, contents_of(seen), None, Wish(kept))
+        if kept:
+            refuse_lost(planned, kept)
+        notes = refuse_running(store.tree, asked.force)
+        changes = changes_of(seen, planned)
+        refuse_unwritable(store, list(changes))
+        journal = write(store, seen, planned, "revert")
+    gone = ", ".join(one.id for one in held if one not in kept)
+    rest = ", ".join(one.id for one in kept)
+    said = f"{gone} taken back" + (f"; still in: {rest}" if rest else ", the tree is as it was")
+    return Outcome(
+        "revert",
+        store.tree,
+        0,
+        said,
+        changes=changes,
+        journal=journal,
+        notes=(*seen.notes, *notes),
+    )
+
+
+def take_all_back(store: Store) -> None:
+    """The tree without any fix.  Callers hold the store's lock."""
+    seen = view(store, [])
+    if seen.journal is not None:
+        nothing = plan.make([], seen.bases, contents_of(seen), None, Wish())
+        write(store, seen, nothing, "revert")
+
+
+def recover_tree(store: Store) -> Outcome:
+    """Finish or take back what an interrupted run began."""
+    with store.locked():
+        journal = store.load()
+        if journal is None or journal.pending is None:
+            return Outcome("recover", store.tree, 0, "no run was interrupted", journal=journal)
+        root = Path(store.tree.root)
+        found = standing.stands(root, journal, pristine.judge(root))
+        pending = journal.pending
+        rest = recover(store, journal, found)
+    how = "taken to its end" if pending.kind == "revert" else "taken back"
+    return Outcome("recover", store.tree, 0, f"interrupted {pending.kind} {how}", journal=rest)
+
+
+def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
+    """What is in the tree, by the journal and the files themselves.
+
+    The exit code is 1 after an interrupted run and when someone else changed a file.
+    """
+    root = Path(store.tree.root)
+    journal, judge = store.load(), pristine.judge(root)
+    if journal is None:
+        elsewhere = _marked(root, fixes)
+        said = "nothing of ours is in this tree"
+        if elsewhere:
+            said = f"{', '.join(elsewhere)} is in this tree, put there without this user's journal"
+        return Outcome("status", store.tree, 0, said)
+    found = standing.stands(root, journal, judge)
+    names = {
+        name: judge.of(name, store.content(kept.sha256)) for name, kept in journal.originals.items()
+    }
+    code, said = _said_status(journal, found)
+    return Outcome("status", store.tree, code, said, pristine=names, journal=journal, stands=found)
+
+
+def _said_status(journal: Journal, found: Mapping[str, standing.Stand]) -> tuple[int, str]:
+    if journal.pending is not None:
+        return 1, f"an {journal.pending.kind} was interrupted: dsv4doctor fix --recover"
+    if standing.is_obsolete(found):
+        return 0, "SGLang was installed anew since it was patched: nothing of that is left"
+    strange = [name for name, one in found.items() if one.standing is not Standing.OURS]
+    if strange:
+        return 1, f"{len(strange)} of the patched files changed since"
+    ids = ", ".join(one.id for one in journal.settled.applied)
+    proved = "proved by trace" if journal.settled.proved else "not proved: dsv4doctor fix --apply"
+    return 0, f"{ids} in, {proved}"
+
+
+def _marked(root: Path, fixes: Sequence[Fix]) -> list[str]:
+    """The fixes whose mark is in the files that they change."""
+    found = []
+    for fix in fixes:
+        files = (disk.read(root / name) for name in fix.files)
+        if any(file is not None and fix.id.encode() in file.content for file in files):
+            found.append(fix.id)
+    return found

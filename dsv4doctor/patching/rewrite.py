@@ -1,0 +1,83 @@
+"""From one state of a tree to another, and what has to hold before.
+
+Callers hold the store's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dsv4doctor.errors import PatchRefusedError
+from dsv4doctor.fixes.fix import Change
+from dsv4doctor.models import SglangTree
+from dsv4doctor.patching import disk
+from dsv4doctor.patching.apply import Write, carry_out
+from dsv4doctor.patching.journal import Applied, Journal, State, Store
+from dsv4doctor.patching.plan import Plan
+from dsv4doctor.patching.running import users_of
+from dsv4doctor.patching.view import View, changes_of
+from dsv4doctor.wheels import default_cache
+
+
+def refuse_cached(tree: SglangTree) -> None:
+    """PatchRefusedError for a release in our own cache: no server runs from it."""
+    cache = os.path.realpath(default_cache())
+    if os.path.realpath(tree.root).startswith(cache + os.sep):
+        raise PatchRefusedError(
+            f"SGLang {tree.version} in {tree.root} is dsv4doctor's own copy of the release",
+            "give the tree that serves with --python or --sglang FOLDER, or use --diff, --overlay",
+        )
+
+
+def refuse_lost(planned: Plan, held: Sequence[Applied]) -> None:
+    outcomes = {step.fix.id: step.outcome for step in planned.steps}
+    for one in held:
+        if not isinstance(outcomes.get(one.id), Change):
+            raise PatchRefusedError(
+                f"{one.id} is in, and this dsv4doctor would not put it in like that again",
+                "take everything back first: dsv4doctor fix --revert",
+            )
+
+
+def refuse_running(tree: SglangTree, force: bool) -> tuple[str, ...]:
+    """PatchRefusedError while SGLang runs from the tree; with `force` a note."""
+    users = users_of(Path(tree.root))
+    if not users:
+        return ()
+    first = f"process {users[0].pid} ({users[0].command})"
+    more = f" and {len(users) - 1} more" if len(users) > 1 else ""
+    if force:
+        return (f"{first}{more} runs from this tree: it takes the change when it is started anew",)
+    raise PatchRefusedError(
+        f"{tree.root}: {first}{more} runs from this tree", "stop it first, or give --force"
+    )
+
+
+def write(store: Store, seen: View, planned: Plan, kind: str) -> Journal | None:
+    """The tree as `planned` says; gives the new journal."""
+    journal = seen.journal or Journal(store.tree.root, store.tree.version)
+    files = {name: disk.sha256(content) for name, content in planned.contents.items()}
+    after = State(planned.applied, files)
+    writes = []
+    for name, (_, content) in changes_of(seen, planned).items():
+        now = seen.files[name]
+        original = journal.originals.get(name)
+        mode = original.mode if original is not None else now.mode
+        link = original.link if original is not None and name not in files else None
+        writes.append(Write(name, now, disk.File(content, mode, link, owner=now.owner)))
+    return carry_out(store, journal, after, kind, writes)
+
+
+def undo(store: Store, seen: View, done: Journal | None) -> None:
+    """The tree as it was seen."""
+    before = seen.journal.settled if seen.journal is not None else State()
+    journal = done or Journal(store.tree.root, store.tree.version)
+    writes = []
+    for name, old in seen.files.items():
+        now = disk.read(Path(store.tree.root) / name)
+        if now is not None and (now.sha256, now.link) != (old.sha256, old.link):
+            writes.append(Write(name, now, replace(old, hard_links=1)))
+    carry_out(store, journal, before, "revert", writes)

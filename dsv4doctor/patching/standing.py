@@ -1,0 +1,81 @@
+"""How each file of a changed tree stands against the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from dsv4doctor.errors import PatchRefusedError
+from dsv4doctor.patching import disk
+from dsv4doctor.patching.journal import Journal, State, Store
+from dsv4doctor.patching.pristine import Judge
+
+
+class Standing(str, Enum):
+    OURS = "as dsv4doctor wrote it"
+    ORIGINAL = "the original"
+    RELEASED = "another release's original"
+    """SGLang was reinstalled or upgraded since."""
+    CHANGED = "changed by someone else"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Stand:
+    standing: Standing
+    now: disk.File | None
+    left_behind: Path | None = None
+    """What a killed run was about to put there."""
+
+
+def stands(root: Path, journal: Journal, judge: Judge) -> dict[str, Stand]:
+    """Every file that the journal knows."""
+    found = {}
+    for file in journal.originals:
+        path = root / file
+        now = disk.read(path)
+        standing = _standing(journal, file, now, judge)
+        found[file] = Stand(standing, now, disk.left_behind(path))
+    return found
+
+
+def _standing(journal: Journal, file: str, now: disk.File | None, judge: Judge) -> Standing:
+    if now is None:
+        return Standing.MISSING
+    states = [journal.settled] + ([journal.pending.state] if journal.pending else [])
+    if now.sha256 in {state.files.get(file) for state in states}:
+        return Standing.OURS
+    if now.sha256 == journal.originals[file].sha256:
+        return Standing.ORIGINAL
+    return Standing.RELEASED if judge.of(file, now.content) else Standing.CHANGED
+
+
+def is_obsolete(standing: Mapping[str, Stand]) -> bool:
+    """True when SGLang was reinstalled, upgraded or removed: nothing of ours is left."""
+    gone = {Standing.ORIGINAL, Standing.RELEASED, Standing.MISSING}
+    kinds = {stand.standing for stand in standing.values()}
+    return kinds <= gone and kinds != {Standing.MISSING, Standing.ORIGINAL}
+
+
+def refuse_foreign(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> None:
+    """PatchRefusedError for a file that somebody else changed after us, with the way out."""
+    for file, stand in standing.items():
+        if stand.standing in (Standing.CHANGED, Standing.MISSING):
+            what = "is missing" if stand.now is None else "was changed after dsv4doctor wrote it"
+            kept = store.where(journal.originals[file].sha256)
+            raise PatchRefusedError(
+                f"{Path(store.tree.root) / file} {what}: left alone",
+                f"its original is {kept}: save your own change, copy the original there and run "
+                f"this again, or reinstall SGLang {store.tree.version} without its dependencies",
+            )
+
+
+def file_in(store: Store, journal: Journal, state: State, file: str) -> disk.File:
+    """What `file` is in `state`."""
+    original = journal.originals[file]
+    changed = state.files.get(file)
+    if changed is None:
+        return disk.File(store.content(original.sha256), original.mode, original.link)
+    return disk.File(store.content(changed), original.mode)

@@ -1,0 +1,222 @@
+"""What fixes change: planned, applied with proof, or written into an overlay."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsv4doctor.audit import Settings
+from dsv4doctor.fixes.fix import Fix
+from dsv4doctor.models import Facts, SglangTree
+from dsv4doctor.patching import overlay, plan, shadow
+from dsv4doctor.patching.apply import refuse_unwritable
+from dsv4doctor.patching.journal import Store
+from dsv4doctor.patching.plan import Plan, Status, Wish
+from dsv4doctor.patching.proof import Progress, Proof, facts_of, prove
+from dsv4doctor.patching.restore import take_all_back
+from dsv4doctor.patching.rewrite import (
+    refuse_cached,
+    refuse_lost,
+    refuse_running,
+    undo,
+    write,
+)
+from dsv4doctor.patching.view import (
+    Asked,
+    Outcome,
+    View,
+    changes_of,
+    contents_of,
+    pristine_of,
+    view,
+)
+from dsv4doctor.target import Target
+
+_TAKEN = (Status.PLANNED, Status.APPLIED, Status.RENEWED)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch on a tree, and what is wanted of the fixes."""
+
+    store: Store
+    fixes: Sequence[Fix]
+    target: Target
+    asked: Asked
+    settings: Settings
+    progress: Progress | None = None
+
+    @property
+    def tree(self) -> SglangTree:
+        return self.store.tree
+
+    def facts(self, tree: SglangTree, files: Iterable[str] = ()) -> Facts:
+        """The launch on `tree`, the modules of `files` imported or compiled on the way."""
+        return facts_of(self.target, tree, self.settings, files, self.progress)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan, the facts that it is made on, and its outcome as long as nothing is done."""
+
+    plan: Plan
+    facts: Facts
+    outcome: Outcome
+
+
+# ------------------------------------------------------------------------------ plan
+
+
+def make_plan(job: Job, command: str = "plan") -> Outcome:
+    """What would be done, and what is missing; nothing is written.
+
+    The exit code is 4 when a fix that is needed is refused, and 3 when the trace stopped short; of
+    `command` "check" it is 1 when a fix is missing for whatever reason.
+    """
+    return _draft(job, view(job.store, job.fixes), command).outcome
+
+
+def _draft(job: Job, seen: View, command: str) -> Draft:
+    facts = job.facts(job.tree)
+    wish = Wish(seen.held, job.asked.only, job.asked.kernel)
+    planned = plan.make(job.fixes, seen.bases, contents_of(seen), facts, wish)
+    changes = changes_of(seen, planned)
+    stopped = facts.trace.unresolved if facts.trace is not None else ("there is no trace",)
+    if planned.missing and command == "check":
+        code = 1
+    elif any(_counts(step, seen, job.asked) for step in planned.of(Status.REFUSED)):
+        code = 4
+    else:
+        code = 3 if stopped else 0
+    outcome = Outcome(
+        command,
+        job.tree,
+        code,
+        _said(planned, command),
+        planned,
+        facts,
+        changes,
+        pristine_of(seen, list(changes)),
+        journal=seen.journal,
+        notes=(*seen.notes, *(f"the trace stopped short: {text}" for text in stopped)),
+    )
+    return Draft(planned, facts, outcome)
+
+
+def _counts(step: plan.Step, seen: View, asked: Asked) -> bool:
+    """Whether a refused fix is one that was to go, or to stay, in."""
+    is_in = step.fix.id in {one.id for one in seen.held}
+    return is_in or (step.why is not None and (not asked.only or step.fix.id in asked.only))
+
+
+def _said(planned: Plan, command: str) -> str:
+    refused = [step for step in planned.of(Status.REFUSED) if step.why is not None]
+    counts = {
+        "missing" if command == "check" else "to put in": len(planned.of(Status.PLANNED)),
+        "to renew": len(planned.of(Status.RENEWED)),
+        "in": len(planned.of(Status.APPLIED)),
+        "refused": len(refused),
+        "left out by --only": len(planned.of(Status.LEFT_OUT)),
+    }
+    parts = [f"{count} {what}" for what, count in counts.items() if count]
+    return f"fixes: {', '.join(parts)}" if parts else "no fix is needed"
+
+
+# ------------------------------------------------------------------------------ apply
+
+
+def apply(job: Job) -> Outcome:
+    """Put in what the launch needs, prove it, and take it back when it does not hold.
+
+    Raises PatchRefusedError with the tree as it was.  The exit code is 4 too when the proof failed
+    or one of the needed fixes was refused.
+    """
+    refuse_cached(job.tree)
+    with job.store.locked():
+        seen = view(job.store, job.fixes)
+        draft = _draft(job, seen, "apply")
+        refuse_lost(draft.plan, seen.held)
+        unproved = seen.journal is not None and not seen.journal.settled.proved
+        if not draft.outcome.changes and not unproved:
+            return replace(draft.outcome, said=f"nothing to do: {draft.outcome.said}")
+        notes = refuse_running(job.tree, job.asked.force)
+        refuse_unwritable(job.store, list(draft.outcome.changes))
+        outcome = replace(draft.outcome, notes=(*draft.outcome.notes, *notes))
+        return _apply(job, seen, replace(draft, outcome=outcome), unproved)
+
+
+def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
+    planned, before = draft.plan, draft.facts
+    if unproved:
+        # What an earlier run left is part of what has to be shown.
+        to_prove = [step.fix for step in planned.of(*_TAKEN)]
+        before = _facts_without(job, seen.bases)
+    else:
+        to_prove = [step.fix for step in planned.of(Status.PLANNED, Status.RENEWED)]
+    done = write(job.store, seen, planned, "apply")
+    try:
+        proof, after = prove(before, to_prove, lambda: job.facts(job.tree, planned.contents))
+    except BaseException:
+        undo(job.store, seen, done)
+        raise
+    if proof.problems:
+        if unproved:
+            take_all_back(job.store)
+        else:
+            undo(job.store, seen, done)
+        now = "without any fix" if unproved else "as it was"
+        said = f"taken back, the tree is {now}: the proof failed"
+        return replace(draft.outcome, exit_code=4, said=said, proof=proof, journal=None)
+    if done is not None:
+        done = replace(done, settled=replace(done.settled, proved=True))
+        job.store.save(done)
+    count = len(draft.outcome.changes)
+    ids = ", ".join(fix.id for fix in to_prove) or "no fix"
+    said = f"{ids} in, {count} file{'s' if count != 1 else ''} changed, proved by trace"
+    notes = (*draft.outcome.notes, *_needed_next(planned, after))
+    return replace(draft.outcome, said=said, proof=proof, journal=done, notes=notes)
+
+
+def _facts_without(job: Job, bases: Mapping[str, bytes]) -> Facts:
+    """The facts of the tree without what we put in."""
+    with tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
+        return job.facts(shadow.build(job.tree, bases, Path(scratch) / "tree"))
+
+
+def _needed_next(planned: Plan, after: Facts | None) -> list[str]:
+    """What is only seen to be needed now that the launch gets further."""
+    if after is None:
+        return []
+    known = {Status.PLANNED, Status.APPLIED, Status.RENEWED, Status.LEFT_OUT, Status.REFUSED}
+    return [
+        f"the launch now needs {step.fix.id} too ({why}): run this again"
+        for step in planned.steps
+        if step.status not in known and (why := step.fix.needed(after)) is not None
+    ]
+
+
+# ------------------------------------------------------------------------------ overlay
+
+
+def write_overlay(job: Job, folder: Path) -> Outcome:
+    """The patched modules in `folder`, proved before it is written; the tree is left alone."""
+    overlay.refuse_target(folder)
+    seen = view(job.store, job.fixes)
+    seen = replace(seen, bases=contents_of(seen), journal=None)
+    draft = _draft(job, seen, "overlay")
+    contents = draft.plan.contents
+    new = [step.fix for step in draft.plan.of(Status.PLANNED)]
+    proof: Proof | None = None
+    if contents:
+        with tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
+            patched = shadow.build(job.tree, contents, Path(scratch) / "tree")
+            proof, _ = prove(draft.facts, new, lambda: job.facts(patched, contents))
+        if proof.problems:
+            said = f"the proof failed: {folder} is not written"
+            return replace(draft.outcome, exit_code=4, said=said, proof=proof)
+    overlay.write(folder, job.tree, [fix.id for fix in new], seen.bases, contents)
+    proved = ", proved by trace" if proof else ", with nothing in it: no fix is to be put in"
+    said = f"{folder} written{proved}; start with: dsv4doctor run --overlay {folder} -- COMMAND"
+    return replace(draft.outcome, said=said, proof=proof)
