@@ -61,6 +61,8 @@ def _start(environment: dict[str, str], *arguments: object) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        # A background job of a script is started with interrupts ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
