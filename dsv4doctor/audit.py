@@ -10,6 +10,7 @@ from pathlib import Path
 from dsv4doctor import __version__
 from dsv4doctor.alternatives import Candidate, candidates, outcome
 from dsv4doctor.errors import DoctorError
+from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.facts.callsite import call_texts, text_at
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.models import (
@@ -73,7 +74,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     traced = time.monotonic()
     trace = _of_roles(trace, settings.roles)
     texts = call_texts(Path(target.tree.root), trace.layers)
-    trace = judged(trace, texts)
+    trace = judged(trace, texts, grounds(target.snapshot.stack, target.tree))
     tried: tuple[Alternative, ...] = ()
     if settings.alternatives and _needs_another(trace):
         tried = _alternatives(request, trace, texts, settings, progress)
@@ -100,9 +101,11 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     return Report(__version__, facts, results, rounded)
 
 
-def judged(trace: Trace, texts: Mapping[str, str]) -> Trace:
+def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = None) -> Trace:
     """`trace` with every layer's verdict; `texts` as from `call_texts`."""
-    layers = tuple(judge(layer, trace.arch, text_at(texts, layer)) for layer in trace.layers)
+    layers = tuple(
+        judge(layer, trace.arch, text_at(texts, layer), stand_on) for layer in trace.layers
+    )
     return replace(trace, layers=layers)
 
 

@@ -186,10 +186,56 @@ class SglangTree:
 
 
 @dataclass(frozen=True)
+class NativeLibrary:
+    """The GPU code in one library: "90a" runs on that GPU alone, "120f" on its family."""
+
+    path: str
+    """Relative to the package's parent folder, e.g. "sgl_kernel/sm100/common_ops.abi3.so"."""
+    cubins: tuple[str, ...] = ()
+    ptx: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    """The torch operators whose schemas stand in it."""
+    problem: str | None = None
+    """Why it could not be read, or not whole."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What FlashInfer's own source says of the GPUs that one of its functions is for."""
+
+    symbol: str
+    """As it is imported, e.g. "flashinfer.fused_moe.cutlass_fused_moe"."""
+    kind: str
+    """"decorator" (its compute-capability decorator), "jit" (what it compiles for), "launcher"
+    (what its launcher admits), "cubins" (the prebuilt kernels that it picks from), or "failure"
+    (nothing is said of them, and only the error of a kernel that does not run is known)."""
+    admits: tuple[str, ...]
+    """Compute capabilities, e.g. "12.0", or whole generations, "12.x"."""
+    at: Location
+    prebuilt: bool = False
+    """Of kind "jit": what it compiles only launches prebuilt kernels, so it proves nothing."""
+    refusal: str | None = None
+    """The error on a GPU that is not admitted; {sm} is that GPU's number."""
+
+
+@dataclass(frozen=True)
+class KernelEvidence:
+    """Which GPUs the installed kernels are for, by what is installed itself."""
+
+    flashinfer: str | None = None
+    """The version that was read; None: there is none."""
+    flashinfer_problem: str | None = None
+    declarations: tuple[Declaration, ...] = ()
+    libraries: tuple[NativeLibrary, ...] = ()
+
+
+@dataclass(frozen=True)
 class Stack:
     interpreter: str
     python_version: str
     packages: tuple[Package, ...]
+    evidence: KernelEvidence = KernelEvidence()
+    """Empty in a snapshot of an older dsv4doctor."""
 
 
 @dataclass(frozen=True)

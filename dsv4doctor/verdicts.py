@@ -1,7 +1,8 @@
 """From the kernel that a layer reaches to what will become of it on a GPU.
 
-What is known of kernels is data (`rules/data/kernels.toml`), each row with its sources.  A kernel
-that no row covers is unknown.
+What is installed is asked first: FlashInfer's own declarations and the code in native libraries
+(`dsv4doctor.evidence`).  For what neither shows there is a table (`rules/data/kernels.toml`), each
+row with its sources.  A kernel that nothing is known of is unknown, and never runs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,34 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
+from dsv4doctor.evidence.grounds import Grounds
+from dsv4doctor.evidence.judgement import Judgement, of_kernel, refusal
 from dsv4doctor.models import Arch, Layer, StoredFormat, Verdict
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class ErrorLine:
+    """An error of FlashInfer from one version on up to before another, on some generations."""
+
+    line: str
+    """{sm} is the GPU's number."""
+    since: Version | None = None
+    before: Version | None = None
+    majors: tuple[int, ...] = ()
+
+    def holds_for(self, version: Version, arch: Arch) -> bool:
+        return (
+            (self.since is None or version >= self.since)
+            and (self.before is None or version < self.before)
+            and (not self.majors or arch.major in self.majors)
+        )
 
 
 @dataclass(frozen=True)
@@ -36,17 +59,24 @@ class KnownKernel:
     clamp: str | None = None
     condition: str | None = None
     """What it takes beyond the right GPU, as a clause."""
+    fallback: str | None = None
+    """Why it is far slower than what the GPU can do, as a clause."""
+    slow_on: tuple[Arch, ...] = ()
+    """Where it is; empty: wherever it runs."""
+    errors: tuple[ErrorLine, ...] = ()
+    """What the log says where it does not exist; the first that holds counts."""
+    tier: int | None = None
+    """Its place in the order of `matrix --recommend`, 1 the fastest known; None: not ranked."""
 
     def exists_for(self, arch: Arch) -> bool:
         if self.minimum is not None:
             return (arch.major, arch.minor) >= (self.minimum.major, self.minimum.minor)
         return arch in self.archs
 
-    def covers(self, layer: Layer, call_text: str) -> bool:
+    def covers(self, symbol: str, method: str | None, call_text: str) -> bool:
         return (
-            layer.kernel is not None
-            and fnmatch.fnmatchcase(layer.kernel.symbol, self.symbol)
-            and (not self.methods or layer.quant_method in self.methods)
+            fnmatch.fnmatchcase(symbol, self.symbol)
+            and (not self.methods or method in self.methods)
             and (self.call is None or self.call in call_text)
         )
 
@@ -93,6 +123,19 @@ def _row(row: dict[str, Any]) -> KnownKernel:
         sm100=row.get("sm100", False),
         clamp=row.get("clamp"),
         condition=row.get("condition"),
+        fallback=row.get("fallback"),
+        slow_on=tuple(_arch(text) for text in row.get("slow_on", ())),
+        errors=tuple(_error(error) for error in row.get("errors", ())),
+        tier=row.get("tier"),
+    )
+
+
+def _error(row: dict[str, Any]) -> ErrorLine:
+    return ErrorLine(
+        line=row["line"],
+        since=Version(row["since"]) if "since" in row else None,
+        before=Version(row["before"]) if "before" in row else None,
+        majors=tuple(row.get("majors", ())),
     )
 
 
@@ -103,16 +146,34 @@ def _arch(text: str) -> Arch:
 
 def known_kernel(layer: Layer, call_text: str = "") -> KnownKernel | None:
     """What the table says of the layer's kernel; `call_text` is the source of the call to it."""
-    return next((row for row in known_kernels() if row.covers(layer, call_text)), None)
+    if layer.kernel is None:
+        return None
+    return _known(layer.kernel.symbol, layer.quant_method, call_text)
 
 
-def judge(layer: Layer, arch: Arch, call_text: str = "") -> Layer:
-    """`layer` with its verdict and the reason for it."""
-    verdict, reason = _verdict(layer, arch, call_text)
+def _known(symbol: str, method: str | None, call_text: str) -> KnownKernel | None:
+    return next((row for row in known_kernels() if row.covers(symbol, method, call_text)), None)
+
+
+def judge(layer: Layer, arch: Arch, call_text: str = "", grounds: Grounds | None = None) -> Layer:
+    """`layer` with its verdict and the reason for it.
+
+    The reason names what it stands on; without `grounds` that is the table alone.
+    """
+    verdict, reason = _verdict(layer, arch, call_text, grounds)
     return replace(layer, verdict=verdict, reason=reason)
 
 
-def _verdict(layer: Layer, arch: Arch, call_text: str) -> tuple[Verdict, str]:
+def judge_kernel(
+    symbol: str, arch: Arch, call_text: str = "", grounds: Grounds | None = None
+) -> tuple[Verdict, str]:
+    """The verdict on a kernel that is no routed expert's, and the reason for it."""
+    return _of_kernel(symbol, None, arch, call_text, grounds)
+
+
+def _verdict(
+    layer: Layer, arch: Arch, call_text: str, grounds: Grounds | None
+) -> tuple[Verdict, str]:
     error = layer.error
     if error is not None:
         where = f" at {error.at.file}:{error.at.line}" if error.at else ""
@@ -120,20 +181,88 @@ def _verdict(layer: Layer, arch: Arch, call_text: str) -> tuple[Verdict, str]:
         return Verdict.FAILS, f"SGLang raises {error.type}{where}: {message}"
     if layer.kernel is None:
         return Verdict.UNKNOWN, layer.reason or "the trace reached no kernel for this layer"
-    known = known_kernel(layer, call_text)
+    verdict, reason = _of_kernel(layer.kernel.symbol, layer.quant_method, arch, call_text, grounds)
+    if verdict is Verdict.FAILS:
+        return verdict, reason
     needed = format_needed(layer)
-    short = layer.kernel.symbol.rpartition(".")[2]
-    if known is not None and not known.exists_for(arch):
-        return Verdict.FAILS, f"{short} ({known.name}) exists for {known.gpus} only"
     if needed is not None and layer.stored_format is not None:
         stored = layer.stored_format.value
         return Verdict.FAILS, f"{layer.quant_method} needs {needed.value}, stored is {stored}"
     if layer.stored_format in (None, StoredFormat.MISSING):
         return Verdict.UNKNOWN, "the checkpoint holds no tensors of these experts"
+    return verdict, reason
+
+
+def _of_kernel(
+    symbol: str, method: str | None, arch: Arch, call_text: str, grounds: Grounds | None
+) -> tuple[Verdict, str]:
+    """In this order: what is installed says no; the table says no; either of them says yes."""
+    known = _known(symbol, method, call_text)
+    said = of_kernel(symbol, arch, grounds.evidence) if grounds is not None else None
+    short = symbol.rpartition(".")[2]
+    named = f"{short} ({known.name})" if known is not None else short
+    if said is not None and said.exists is False:
+        return Verdict.FAILS, f"{named} does not run on {arch.name}: {said.source}{_expect(said)}"
+    table = _table_note(symbol, grounds, said)
+    if known is not None and not known.exists_for(arch):
+        line = _expected_line(known, symbol, arch, grounds)
+        expected = f'; expect "{line}"' if line else ""
+        return Verdict.FAILS, f"{named} exists for {known.gpus} only{expected}{table}"
     if known is None:
-        return Verdict.UNKNOWN, f"not known for which GPUs {short} exists"
+        return _not_in_table(symbol, named, arch, said)
     condition = f"; {known.condition}" if known.condition else ""
-    return Verdict.RUNS, f"{short} ({known.name}) exists for {arch.name}{condition}"
+    source = f": {said.source}" if said is not None and said.exists else table
+    if known.fallback is not None and (not known.slow_on or arch in known.slow_on):
+        slow = f"{named} runs on {arch.name} and is a fallback: {known.fallback}"
+        return Verdict.FALLBACK, f"{slow}{condition}{source}"
+    return Verdict.RUNS, f"{named} exists for {arch.name}{condition}{source}"
+
+
+def _not_in_table(
+    symbol: str, named: str, arch: Arch, said: Judgement | None
+) -> tuple[Verdict, str]:
+    by_use = any(fnmatch.fnmatchcase(symbol, row.symbol) for row in known_kernels())
+    if said is not None and said.exists and not by_use:
+        return Verdict.RUNS, f"{named} exists for {arch.name}: {said.source}"
+    if said is not None and by_use:
+        detail = f"; {said.source}, and how it is called decides"
+    else:
+        detail = f"; {said.source}" if said is not None else ""
+    return Verdict.UNKNOWN, f"not known for which GPUs {named} exists{detail}"
+
+
+def _expect(said: Judgement) -> str:
+    return f'; expect "{said.refusal}"' if said.refusal else ""
+
+
+def _table_note(symbol: str, grounds: Grounds | None, said: Judgement | None) -> str:
+    """Why the table is what the verdict stands on."""
+    if grounds is None:
+        return ""
+    if said is not None:
+        return f" (table of known kernels; {said.source})"
+    if symbol.startswith(("flashinfer", "torch.ops.sglang.trtllm")) and grounds.missing:
+        return f" (table of known kernels; {grounds.missing})"
+    return " (table of known kernels)"
+
+
+def _expected_line(
+    known: KnownKernel, symbol: str, arch: Arch, grounds: Grounds | None
+) -> str | None:
+    """The error to look for in the log, by the FlashInfer that will serve."""
+    if grounds is None:
+        return None
+    line = refusal(symbol, arch, grounds.evidence)
+    if line is not None or grounds.flashinfer is None:
+        return line
+    try:
+        version = Version(grounds.flashinfer)
+    except InvalidVersion:
+        return None
+    for error in known.errors:
+        if error.holds_for(version, arch):
+            return error.line.replace("{sm}", f"{arch.major}{arch.minor}")
+    return None
 
 
 def drops_clamp(layer: Layer, call_text: str) -> bool:

@@ -22,9 +22,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.evidence.gather import PACKAGES as KERNEL_PACKAGES
+from dsv4doctor.evidence.gather import gather
 from dsv4doctor.facts.files import shown
 from dsv4doctor.facts.tree import read_tree, requirements
 from dsv4doctor.models import Package, SglangTree, Stack
+from dsv4doctor.wheels import default_cache
 
 PACKAGES = (
     "sglang",
@@ -83,10 +86,18 @@ try:
     folders = list(spec.submodule_search_locations or ()) if spec else []
 except Exception:
     folders = []
+kernels = {}
+for name in sys.argv[3].split(","):
+    try:
+        spec = importlib.util.find_spec(name)
+        kernels.update((name, folder) for folder in list(spec.submodule_search_locations)[:1])
+    except Exception:
+        pass
 implementation = sys.implementation.version
 print()
 print(sys.argv[2] + json.dumps({
     "packages": packages,
+    "kernels": kernels,
     "sglang": folders[0] if folders else None,
     "editable": editable,
     "markers": {
@@ -114,6 +125,8 @@ class _Probe:
     """The folder that `import sglang` would take."""
     editable: bool
     markers: dict[str, str]
+    kernels: dict[str, str]
+    """Import name of a package with kernels -> its folder."""
 
 
 def read_stack(
@@ -125,7 +138,8 @@ def read_stack(
     """What is installed for `interpreter`, and the SGLang that it would import (or None).
 
     `environment` is the launch's: its PYTHONPATH counts.  The packages are compared with what
-    `against` requires, by default the SGLang found.  Nothing of the target is imported.  Raises
+    `against` requires, by default the SGLang found.  Nothing of the target is imported.  What its
+    kernel packages say of GPUs is kept in the cache.  Raises
     UsageError when `interpreter` is no working Python, or its SGLang has no DeepSeek-V4 and
     `against` is not given.
     """
@@ -139,7 +153,8 @@ def read_stack(
     if reference is not None:
         installed["sglang"] = reference.version
     packages = compare(installed, declared, probe.markers)
-    return Stack(str(executable), probe.markers["python_full_version"], packages), tree
+    evidence = gather(probe.kernels, installed, default_cache())
+    return Stack(str(executable), probe.markers["python_full_version"], packages, evidence), tree
 
 
 def compare(
@@ -214,7 +229,7 @@ def _executable(interpreter: Path) -> Path:
 
 
 def _run_probe(executable: Path, python_path: str, deadline: float) -> _Probe:
-    command = [str(executable), "-E", "-c", _PROBE, python_path, _MARK]
+    command = [str(executable), "-E", "-c", _PROBE, python_path, _MARK, ",".join(KERNEL_PACKAGES)]
     try:
         process = subprocess.Popen(
             command,
@@ -272,7 +287,9 @@ def _parse(executable: Path, output: str) -> _Probe:
     try:
         plain = json.loads(marked[-1][len(_MARK) :])
         packages = {str(canonicalize_name(name)): v for name, v in plain["packages"].items()}
-        probe = _Probe(packages, plain["sglang"], plain["editable"], plain["markers"])
+        probe = _Probe(
+            packages, plain["sglang"], plain["editable"], plain["markers"], plain["kernels"]
+        )
         _check(probe)
         return probe
     except (LookupError, ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -284,6 +301,7 @@ def _parse(executable: Path, output: str) -> _Probe:
 def _check(probe: _Probe) -> None:
     """ValueError for what no Python answers: the probe's interpreter may be any program."""
     texts = [*probe.packages.values(), *probe.markers.values(), probe.sglang or ""]
+    texts += [*probe.kernels.keys(), *probe.kernels.values()]
     if not all(isinstance(text, str) and "\0" not in text for text in texts):
         raise ValueError("not text")
     if not default_environment().keys() <= probe.markers.keys():

@@ -18,6 +18,7 @@ from dsv4doctor.models import (
     Report,
     Run,
     SglangError,
+    Stack,
     Step,
     Trace,
 )
@@ -102,7 +103,7 @@ def document(report: Report) -> dict[str, Any]:
         "gpu": _gpu(facts),
         "checkpoint": _checkpoint(snapshot.checkpoint) if snapshot.checkpoint else None,
         "launch": jsonio.to_plain(snapshot.launch) if snapshot.launch else None,
-        "stack": jsonio.to_plain(snapshot.stack) if snapshot.stack else None,
+        "stack": _stack(snapshot.stack) if snapshot.stack else None,
         "resolved_args": trace.resolved_args if trace else {},
         "arg_changes": [jsonio.to_plain(change) for change in trace.arg_changes] if trace else [],
         "environment_overwritten": _environment(trace),
@@ -134,6 +135,13 @@ def document(report: Report) -> dict[str, Any]:
 
 def _head(version: str) -> dict[str, Any]:
     return {"schema": SCHEMA, "tool": {"name": "dsv4doctor", "version": version}}
+
+
+def _stack(stack: Stack) -> dict[str, Any]:
+    """The packages; what they hold for which GPU is in the layers' reasons."""
+    plain: dict[str, Any] = jsonio.to_plain(stack)
+    del plain["evidence"]
+    return plain
 
 
 def _sglang(facts: Facts) -> dict[str, Any] | None:
