@@ -198,6 +198,15 @@ def put_before(new: str, newline: str = "\n") -> Edit:
     return edit
 
 
+def put_after(new: str, newline: str = "\n") -> Edit:
+    """`new` behind the statement that is edited."""
+
+    def edit(node: cst.CSTNode) -> cst.CSTNode:
+        return cst.FlattenSentinel([node, *statements(new, newline)])  # type: ignore[return-value]
+
+    return edit
+
+
 def in_place(new: str, newline: str = "\n") -> Edit:
     """`new` instead of the statement that is edited."""
 
