@@ -223,8 +223,8 @@ class Progress:
             text = f"fetching SGLang, {done / 1e6:.0f} MB"
             self._bar.update(self._task, description=text, total=total, completed=done)
 
-    def reading(self, done: int, total: int | None) -> None:
+    def reading(self, done: int, total: int | None, what: str = "the log") -> None:
         """`done` bytes so far of `total`; without a total, `done` more bytes."""
         if self._bar is not None and total is not None:
-            text = f"reading the log, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+            text = f"reading {what}, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
             self._bar.update(self._task, description=text, total=total, completed=done)

@@ -1,0 +1,180 @@
+"""What a profile says is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4doctor.errors import UsageError
+from dsv4doctor.models import Finding, Remedy, Severity
+from dsv4doctor.profiling.categories import families_of
+from dsv4doctor.profiling.types import IDLE, Kernel, Profile
+
+GLUE_LIMIT = 0.30
+"""Of the busy time."""
+_FP32_WARNING = 0.01
+_FP32_WORTH_SAYING = 0.001
+_FAMILY_WORTH_SAYING = 0.05
+"""Of the MoE kernels whose implementation is known."""
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a report of `check` or `trace-moe` predicts for the routed experts."""
+
+    source: str
+    families: frozenset[str]
+    symbols: tuple[str, ...]
+    unknown: tuple[str, ...]
+    """Symbols of which it is not known what a profiler calls their kernels."""
+
+
+def read_expected(path: str) -> Expected:
+    """The prediction in the JSON report `path`; UsageError where there is none."""
+    hint = "write one with: dsv4doctor check --format json -o FILE"
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise UsageError(f"--expect {path}: too large to be a report", hint)
+        report: Any = json.loads(raw)
+    except OSError as error:
+        raise UsageError(f"--expect {path}: cannot be read ({error.strerror})", hint) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--expect {path}: not JSON", hint) from error
+    layers = report.get("layers") if isinstance(report, dict) else None
+    if not isinstance(layers, list) or not str(report.get("schema", "")).startswith("dsv4doctor"):
+        raise UsageError(f"--expect {path}: not a report of one launch", hint)
+    symbols = tuple(dict.fromkeys(filter(None, (_symbol(layer) for layer in layers))))
+    if not symbols:
+        raise UsageError(f"--expect {path}: the report names no kernel of a layer", hint)
+    families = {symbol: families_of(symbol) for symbol in symbols}
+    return Expected(
+        source=path,
+        families=frozenset().union(*families.values()),
+        symbols=symbols,
+        unknown=tuple(symbol for symbol, known in families.items() if not known),
+    )
+
+
+def _symbol(layer: Any) -> str | None:
+    kernel = layer.get("kernel") if isinstance(layer, Mapping) else None
+    symbol = kernel.get("symbol") if isinstance(kernel, Mapping) else None
+    return symbol if isinstance(symbol, str) else None
+
+
+def judge(profile: Profile, expected: Expected | None = None) -> tuple[Finding, ...]:
+    """Findings PRF101 to PRF103, worst first as they stand here."""
+    return (*_glue(profile), *_fp32(profile), *_other_kernel(profile, expected))
+
+
+def busy_ns(profile: Profile) -> int:
+    return profile.span_ns - profile.by_category[IDLE]
+
+
+def _glue(profile: Profile) -> Iterator[Finding]:
+    busy, glue = busy_ns(profile), profile.by_category["glue"]
+    if not busy or glue / busy <= GLUE_LIMIT:
+        return
+    yield Finding(
+        rule="PRF101",
+        severity=Severity.WARNING,
+        subject="glue",
+        message=f"{glue / busy:.0%} of the busy GPU time is glue: copies, casts, elementwise "
+        "operations and reductions.",
+        consequence="The GPU moves data between kernels instead of computing; a fused kernel for "
+        "the operation around it gives that time back.",
+        evidence=_largest(profile, [one for one in profile.kernels if one.category == "glue"]),
+        remedy=Remedy(
+            "Look at what launches the largest of them: plain torch operations stand in where a "
+            "kernel is missing for this GPU. `dsv4doctor check` names such paths."
+        ),
+    )
+
+
+def _fp32(profile: Profile) -> Iterator[Finding]:
+    kernels = [one for one in profile.kernels if one.fp32]
+    time, busy = sum(one.total_ns for one in kernels), busy_ns(profile)
+    if not busy or time / busy < _FP32_WORTH_SAYING:
+        return
+    is_much = time / busy >= _FP32_WARNING
+    yield Finding(
+        rule="PRF102",
+        severity=Severity.WARNING if is_much else Severity.INFO,
+        subject="FP32 matrix multiplications",
+        message=f"{time / busy:.1%} of the busy GPU time is matrix multiplication in FP32 or TF32.",
+        consequence="The weights of this model family are BF16, FP8 or FP4: in FP32 a "
+        "multiplication runs outside the fast tensor cores, many times slower. Some small ones "
+        "(router, hyper-connections) are FP32 on purpose.",
+        evidence=_largest(profile, kernels),
+        remedy=Remedy(
+            "Find the caller by the shape: profile with record_shapes, or look for .float() in "
+            "front of a matmul in SGLang's fallback code."
+        ),
+    )
+
+
+def _other_kernel(profile: Profile, expected: Expected | None) -> Iterator[Finding]:
+    if expected is None or expected.unknown or not expected.families:
+        return
+    by_family: dict[str, int] = {}
+    for one in profile.kernels:
+        if one.category == "moe" and one.family is not None:
+            by_family[one.family] = by_family.get(one.family, 0) + one.total_ns
+    known = sum(by_family.values())
+    others = {
+        family: time
+        for family, time in by_family.items()
+        if family not in expected.families and time >= _FAMILY_WORTH_SAYING * known
+    }
+    missing = sorted(expected.families - by_family.keys())
+    if not others and not (missing and by_family):
+        return
+    ran = ", ".join(sorted(others) or sorted(by_family))
+    predicted = ", ".join(sorted(expected.families))
+    kernels = [one for one in profile.kernels if one.family in (others or by_family)]
+    yield Finding(
+        rule="PRF103",
+        severity=Severity.WARNING,
+        subject="routed experts",
+        message=f"The routed experts ran on {ran}, and {expected.source} predicts {predicted}"
+        + (f" ({', '.join(missing)} did not run)." if missing else "."),
+        consequence="The profile is of another launch, release or GPU than the report, or SGLang "
+        "decided otherwise at run time: one of the two does not describe this server.",
+        evidence=(
+            *(f"predicted: {symbol}" for symbol in expected.symbols),
+            *_largest(profile, kernels),
+        ),
+        remedy=Remedy("Run `dsv4doctor check` with the profiled server's own launch and release."),
+    )
+
+
+def expectation_note(profile: Profile, expected: Expected) -> str | None:
+    """Why the prediction could not be compared, or None."""
+    if expected.unknown:
+        return (
+            f"{expected.source}: not compared, as it is not known what a profiler calls the "
+            f"kernels of {', '.join(expected.unknown)}"
+        )
+    if not any(one.category == "moe" and one.family for one in profile.kernels):
+        return f"{expected.source}: not compared, no MoE kernel of a known kind ran"
+    return None
+
+
+def _largest(profile: Profile, kernels: Sequence[Kernel]) -> tuple[str, ...]:
+    busy = busy_ns(profile)
+    return tuple(
+        f"{one.total_ns / 1e6:.3f} ms ({one.total_ns / busy:.1%}), {one.count} times, "
+        f"{one.rule}: {short(one.name, 160)}"
+        for one in kernels[:5]
+    )
+
+
+def short(name: str, length: int) -> str:
+    """`name` in one line of at most `length` characters."""
+    line = " ".join(name.split()).removeprefix("void ")
+    return line if len(line) <= length else f"{line[: length - 3]}..."
