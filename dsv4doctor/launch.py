@@ -217,6 +217,7 @@ def _found(
         flags=tuple(piece.text for piece in rest),
         interpreter=_interpreter(words[program.start], program, around.environment),
         wrappers=outer + around.wrappers,
+        numa_nodes=around.numa_nodes,
         notes=tuple(own_notes),
     )
     found = _Found(launch, invocation.line, invocation.last_line)

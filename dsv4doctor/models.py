@@ -322,6 +322,28 @@ class Launch:
     """What stood in front, e.g. ("exec", "numactl"), outermost first."""
     notes: tuple[str, ...] = ()
     """What the reader could not follow, e.g. an unset variable."""
+    numa_nodes: tuple[int, ...] = ()
+    """The NUMA nodes that a numactl in front binds it to."""
+
+
+@dataclass(frozen=True)
+class RouterLaunch:
+    """A launch of SGLang's router, as written."""
+
+    source: str
+    line: int
+    pd: bool
+    """It was told to split requests between prefill and decode servers."""
+    prefill: tuple[tuple[str, str | None], ...]
+    """(URL, bootstrap port or None) each."""
+    decode: tuple[str, ...]
+    """URLs."""
+    workers: tuple[str, ...]
+    """URLs of servers that do both."""
+    host: str
+    port: str
+    metrics_port: str | None
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -554,6 +576,8 @@ class Facts:
     """What the SGLang tree's sources have and lack."""
     peer: Facts | None = None
     """The other side of a prefill/decode pair."""
+    router: RouterLaunch | None = None
+    """The router in front of the pair."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from dsv4doctor.rules import (
     nvcc_too_old,
     package_pins,
     pcie_peer_access,
+    pd_apart,
     pd_pair,
+    pd_router,
     quantization_flag,
     slow_path_forced,
     sparse_mla_long_prompt,
@@ -70,7 +72,12 @@ MODULES = (
     memory_headroom,
     dspark_graph_capture,
     pd_pair,
+    pd_apart,
+    pd_router,
 )
 """Every rule's module, in the order of the report: a RULE and its EXAMPLES each."""
 
 RULES = tuple(module.RULE for module in MODULES)
+
+PAIR_RULES = tuple(module.RULE for module in (pd_pair, pd_apart, pd_router))
+"""Those that look at both sides of a prefill/decode pair."""

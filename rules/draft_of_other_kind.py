@@ -34,7 +34,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     assert stored_by is not None
     if _other_draft(facts):
         return
-    kinds = _kinds(stored_by)
+    kinds = kinds_stored(stored_by)
     if kinds == {"DSpark"} and (is_speculative(facts, "EAGLE") or is_speculative(facts, "NEXTN")):
         yield _finding(facts, stored_by, "EAGLE", "DSpark", Severity.WARNING)
     elif kinds == {"NextN"} and is_speculative(facts, "DSPARK"):
@@ -50,7 +50,8 @@ def _other_draft(facts: Facts) -> bool:
     return named is not None and launch is not None and named != launch.model
 
 
-def _kinds(stored_by: Checkpoint) -> set[str]:
+def kinds_stored(stored_by: Checkpoint) -> set[str]:
+    """ "NextN" and "DSpark": the drafts that the checkpoint's tensors belong to."""
     names = [tensor.name for tensor in stored_by.tensors]
     kinds = {"NextN"} if any(_NEXTN.match(name) for name in names) else set()
     return kinds | ({"DSpark"} if any(_DSPARK.match(name) for name in names) else set())

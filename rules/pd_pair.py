@@ -1,95 +1,260 @@
-"""Prefill and decode servers that do not fit each other."""
+"""Prefill and decode servers that do not fit each other: what has to be the same on both sides.
+
+`PAIR_RULES` in `dsv4doctor.rules` are the rules that look at both; the others are in
+pd_apart.py (what must not be the same) and pd_router.py (what the router points at).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from dsv4doctor.models import Facts, Finding, Remedy, Severity
+from dsv4doctor.models import Facts, Finding, Remedy, Severity, Stack
 from dsv4doctor.rules.common import flag, set_by_user
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import scene
 
-_MODE = "--disaggregation-mode"
-_BACKEND = "--disaggregation-transfer-backend"
-_PORT = "--disaggregation-bootstrap-port"
+MODE = "--disaggregation-mode"
+BACKEND = "--disaggregation-transfer-backend"
+PORT = "--disaggregation-bootstrap-port"
+DEFAULT_BOOTSTRAP = "8998"
+_DEFAULT_BACKEND = "mooncake"
+
+_LAYOUT = (
+    "Their KV cache layout differs: the transfer is refused, or the decode side reads the cache "
+    "wrongly."
+)
+_SPECULATION = (
+    "Their speculative decoding differs: the transfer is refused, or the decode side reads the "
+    "cache wrongly."
+)
+_ANSWERS = "What the client gets depends on the side that writes it."
 _RESOLVED = {
-    "kv_cache_dtype": "KV cache layout",
-    "page_size": "KV cache layout",
-    "dsv4_attn_backend": "KV cache layout",
-    "speculative_algorithm": "speculative decoding",
-    "speculative_num_steps": "speculative decoding",
-    "speculative_num_draft_tokens": "speculative decoding",
+    "kv_cache_dtype": _LAYOUT,
+    "page_size": _LAYOUT,
+    "dsv4_attn_backend": _LAYOUT,
+    "pp_size": _LAYOUT,
+    "speculative_algorithm": _SPECULATION,
+    "speculative_num_steps": _SPECULATION,
+    "speculative_eagle_topk": _SPECULATION,
+    "speculative_num_draft_tokens": _SPECULATION,
+    "speculative_draft_model_path": _SPECULATION,
+    "speculative_draft_model_quantization": _SPECULATION,
+    "quantization": "The two sides compute with different weights.",
 }
-"""Argument -> what it is about; both sides have to resolve it alike."""
+"""Argument -> what a difference means; both sides have to resolve it alike."""
+_WRITTEN = {
+    "--dtype": (Severity.ERROR, _LAYOUT),
+    "--disaggregation-decode-allocation-policy": (
+        Severity.ERROR,
+        "One side waits for what the other never announces.",
+    ),
+    "--disaggregation-enable-kv-checksum": (
+        Severity.WARNING,
+        "The checksum is computed on one side and never compared.",
+    ),
+    "--chat-template": (Severity.WARNING, _ANSWERS),
+    "--default-chat-template-kwargs": (Severity.WARNING, _ANSWERS),
+    "--reasoning-parser": (Severity.WARNING, _ANSWERS),
+    "--tool-call-parser": (Severity.WARNING, _ANSWERS),
+    "--served-model-name": (Severity.WARNING, "The router knows one model by two names."),
+    "--context-length": (
+        Severity.WARNING,
+        "A request that the one side takes is refused by the other.",
+    ),
+}
+"""Flag -> how bad a difference is, and what it means."""
+_SWITCH = re.compile(
+    r"(SGLANG|SGL|FLASHINFER|DG|DEEP_GEMM|DEEPEP|TORCH|TRITON|UCX|NIXL|MOONCAKE|MC|NCCL)_\w+"
+)
+_OWN = re.compile(r".*(_PORT|_HOST|_IP|_ADDR|_DIR|_PATH|_CACHE|_HOME|_ID|_DEVICES?|_HCA|_SUFFIX)")
+"""Variables that say where something is, and may well differ."""
+_CACHE_VARIABLES = ("SGLANG_DSV4_COMPRESS_STATE_DTYPE", "SGLANG_DSV4_FP4_EXPERTS")
+_PACKAGES = ("torch", "flashinfer-python", "sgl-kernel", "nixl", "mooncake-transfer-engine")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that both sides say, each in its way."""
+
+    subject: str
+    sides: Sequence[str]
+    """What this side says, and what the other does."""
+    consequence: str
+    severity: Severity = Severity.ERROR
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    mode = flag(facts, _MODE)
-    if mode not in ("prefill", "decode"):
+    other = other_side(facts)
+    if other is None:
         return
+    for found in differences(facts, other):
+        yield _finding(found, facts, other)
+
+
+def other_side(facts: Facts) -> Facts | None:
+    """The other launch of the pair; None where this is no half of one."""
     if facts.peer is None:
+        if flag(facts, MODE) not in ("prefill", "decode"):
+            return None
         raise NotChecked("the launch of the other side is not given")
-    yield from disagreements(facts, facts.peer)
+    return facts.peer
 
 
-def disagreements(one: Facts, other: Facts) -> Iterator[Finding]:
+def name_of(facts: Facts) -> str:
+    """How a finding calls a side."""
+    return flag(facts, MODE) or "the one without a mode"
+
+
+def differences(one: Facts, other: Facts) -> Iterator[Difference]:
     """What two resolved launches of a prefill/decode pair do not agree on."""
-    modes = [flag(side, _MODE) for side in (one, other)]
-    if sorted(map(str, modes)) != ["decode", "prefill"]:
-        yield _finding(
-            _MODE, f"{modes[0]}", f"{modes[1] or 'none'}", "They are no pair of prefill and decode."
-        )
+    modes = [flag(side, MODE) or "none" for side in (one, other)]
+    if sorted(modes) != ["decode", "prefill"]:
+        yield Difference(MODE, modes, "They are no pair of prefill and decode.")
     if one.trace is None or other.trace is None:
         raise NotChecked("one side was not traced")
-    mine, theirs = one.trace.resolved_args, other.trace.resolved_args
-    for name, what in _RESOLVED.items():
+    yield from _releases(one, other)
+    yield from _models(one, other)
+    yield from _arguments(one.trace.resolved_args, other.trace.resolved_args)
+    yield from _sizes(one.trace.resolved_args, other.trace.resolved_args)
+    yield from _flags(one, other)
+    yield from _variables(one, other)
+    yield from _stacks(one.snapshot.stack, other.snapshot.stack)
+
+
+def _releases(one: Facts, other: Facts) -> Iterator[Difference]:
+    assert one.trace is not None
+    assert other.trace is not None
+    mine, theirs = one.trace.sglang.version, other.trace.sglang.version
+    if mine != theirs:
+        what = "Their cache layouts and messages are those of two releases."
+        yield Difference("SGLang version", (mine, theirs), what)
+
+
+def _models(one: Facts, other: Facts) -> Iterator[Difference]:
+    """Another checkpoint is an error, the same one by another path a warning."""
+    stored = [side.snapshot.checkpoint for side in (one, other)]
+    keys = [held.content_key if held else None for held in stored]
+    paths = [side.snapshot.launch.model if side.snapshot.launch else None for side in (one, other)]
+    if keys[0] != keys[1]:
+        names = [held.name if held else "unknown" for held in stored]
+        shown = [f"{path} ({name})" for path, name in zip(paths, names, strict=True)]
+        what = "The decode side goes on with another model than the one that read the prompt."
+        yield Difference("model path", shown, what)
+    elif paths[0] != paths[1]:
+        what = "Today both are the same checkpoint; the next change to one of them goes unnoticed."
+        shown = [str(path) for path in paths]
+        yield Difference("model path", shown, what, Severity.WARNING)
+
+
+def _arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Difference]:
+    for name, consequence in _RESOLVED.items():
         if name in mine and name in theirs and mine[name] != theirs[name]:
-            yield _finding(
-                name,
-                str(mine[name]),
-                str(theirs[name]),
-                f"Their {what} differs: the transfer is refused, or the decode side reads the "
-                "cache wrongly.",
-            )
-    backends = [flag(side, _BACKEND) or "mooncake" for side in (one, other)]
-    if backends[0] != backends[1]:
-        yield _finding(_BACKEND, backends[0], backends[1], "They cannot talk to each other.")
-    ports = [flag(side, _PORT) for side in (one, other)]
-    if None not in ports and ports[0] != ports[1]:
-        yield _finding(_PORT, f"{ports[0]}", f"{ports[1]}", "The decode side finds no bootstrap.")
-    shared = _gpus(one) & _gpus(other)
-    if shared and _same_machine(one, other):
-        yield _finding(
-            "CUDA_VISIBLE_DEVICES",
-            ",".join(sorted(_gpus(one))),
-            ",".join(sorted(_gpus(other))),
-            "Both want the same GPUs of one machine: the second to start runs out of memory.",
+            yield Difference(name, (str(mine[name]), str(theirs[name])), consequence)
+
+
+def _sizes(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Difference]:
+    """Attention ranks: equal, or at least a multiple of one another."""
+    sizes = [_attention_ranks(args) for args in (mine, theirs)]
+    if sizes[0] == sizes[1]:
+        return
+    small, large = sorted(sizes)
+    if large % small:
+        what = "The cache of a rank has no counterpart on the other side."
+        yield Difference("tp_size", [str(size) for size in sizes], what)
+    else:
+        what = (
+            "Every cache is cut anew on its way; SGLang refuses that for some of DeepSeek-V4's "
+            "states."
         )
+        yield Difference("tp_size", [str(size) for size in sizes], what, Severity.WARNING)
 
 
-def _gpus(facts: Facts) -> set[str]:
-    """The GPUs that a launch names; empty when it names none."""
-    visible = set_by_user(facts, "CUDA_VISIBLE_DEVICES") or ""
-    return {name.strip() for name in visible.split(",") if name.strip()}
+def _attention_ranks(args: dict[str, Any]) -> int:
+    ranks = int(args.get("tp_size") or 1)
+    if args.get("enable_dp_attention"):
+        return max(ranks // int(args.get("dp_size") or 1), 1)
+    return ranks
 
 
-def _same_machine(one: Facts, other: Facts) -> bool:
-    """True when nothing says otherwise: the two facts list the very same GPUs."""
-    return one.snapshot.gpu == other.snapshot.gpu
+def _flags(one: Facts, other: Facts) -> Iterator[Difference]:
+    backends = [flag(side, BACKEND) or _DEFAULT_BACKEND for side in (one, other)]
+    if backends[0] != backends[1]:
+        yield Difference(BACKEND, backends, "They cannot talk to each other.")
+    ports = [flag(side, PORT) or DEFAULT_BOOTSTRAP for side in (one, other)]
+    if ports[0] != ports[1]:
+        yield Difference(PORT, ports, "The decode side finds no bootstrap.")
+    for name, (severity, consequence) in _WRITTEN.items():
+        values = [_written(side, name) for side in (one, other)]
+        if values[0] != values[1]:
+            yield Difference(name, values, consequence, severity)
 
 
-def _finding(subject: str, mine: str, theirs: str, consequence: str) -> Finding:
+def _written(facts: Facts, name: str) -> str:
+    """The flag's value, "set" for a switch, "not set" without it."""
+    launch = facts.snapshot.launch
+    flags = launch.flags if launch else ()
+    if name in flags:
+        value = flag(facts, name)
+        return "set" if value is None or value.startswith("--") else value
+    return flag(facts, name) or "not set"
+
+
+def _variables(one: Facts, other: Facts) -> Iterator[Difference]:
+    """Switches of kernels and of the transfer."""
+    for name in sorted(_names(one) | _names(other)):
+        mine, theirs = (set_by_user(side, name) for side in (one, other))
+        if mine == theirs:
+            continue
+        in_cache = name in _CACHE_VARIABLES
+        what = _LAYOUT if in_cache else "A kernel or transport is switched on one side only."
+        severity = Severity.ERROR if in_cache else Severity.WARNING
+        yield Difference(name, (mine or "not set", theirs or "not set"), what, severity)
+
+
+def _names(facts: Facts) -> set[str]:
+    launch = facts.snapshot.launch
+    names = {*facts.snapshot.environment, *(launch.environment if launch else ())}
+    return {name for name in names if _SWITCH.fullmatch(name) and not _OWN.fullmatch(name)}
+
+
+def _stacks(one: Stack | None, other: Stack | None) -> Iterator[Difference]:
+    versions = [
+        {package.name: package.version or "not installed" for package in stack.packages}
+        if stack
+        else {}
+        for stack in (one, other)
+    ]
+    for name in _PACKAGES:
+        mine, theirs = (found.get(name) for found in versions)
+        if mine is not None and theirs is not None and mine != theirs:
+            what = "The two sides run different kernels or transports."
+            yield Difference(name, (mine, theirs), what, Severity.WARNING)
+
+
+def _finding(found: Difference, one: Facts, other: Facts) -> Finding:
+    names = (name_of(one), name_of(other))
+    same = Remedy(f"Give both launches the same {found.subject}, e.g. from one shared file.")
     return Finding(
         rule=RULE.id,
-        severity=Severity.ERROR,
-        subject=subject,
-        message=f"The two sides disagree about {subject}: {mine} here, {theirs} there.",
-        consequence=consequence,
-        evidence=(f"this launch: {mine}", f"the other launch: {theirs}"),
-        remedy=Remedy(f"Give both launches the same {subject}.")
-        if subject not in (_MODE, "CUDA_VISIBLE_DEVICES")
-        else Remedy("Give each launch its own."),
+        severity=found.severity,
+        subject=found.subject,
+        message=(
+            f"The two sides disagree about {found.subject}: {names[0]} has {found.sides[0]}, "
+            f"{names[1]} has {found.sides[1]}."
+        ),
+        consequence=found.consequence,
+        evidence=_evidence(found, one, other),
+        remedy=Remedy("Give each launch its own.") if found.subject == MODE else same,
+    )
+
+
+def _evidence(found: Difference, one: Facts, other: Facts) -> tuple[str, ...]:
+    return tuple(
+        f"{side.snapshot.launch.source if side.snapshot.launch else 'a launch'}: {value}"
+        for side, value in zip((one, other), found.sides, strict=True)
     )
 
 
@@ -105,26 +270,31 @@ RULE = Rule(
 _ARGS = {
     "kv_cache_dtype": "fp8_e4m3",
     "page_size": 256,
+    "tp_size": 4,
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 1,
 }
 
 
-def _pair(
+def pair(
     prefill: tuple[str, ...] = (),
     decode: tuple[str, ...] = (),
     changed: dict[str, object] | None = None,
     gpus: tuple[str, str] = ("0,1", "2,3"),
+    **decode_scene: Any,
 ) -> Facts:
+    """A prefill launch with its decode side, for examples."""
     one = scene(
-        flags=(_MODE, "prefill", *prefill),
+        flags=(MODE, "prefill", "--port", "30000", *prefill),
         resolved=_ARGS,
         environment={"CUDA_VISIBLE_DEVICES": gpus[0]},
     )
+    environment = {"CUDA_VISIBLE_DEVICES": gpus[1], **decode_scene.pop("environment", {})}
     other = scene(
-        flags=(_MODE, "decode", *decode),
+        flags=(MODE, "decode", "--port", "30001", *decode),
         resolved={**_ARGS, **(changed or {})},
-        environment={"CUDA_VISIBLE_DEVICES": gpus[1]},
+        environment=environment,
+        **decode_scene,
     )
     return replace(one, peer=other)
 
@@ -132,17 +302,27 @@ def _pair(
 EXAMPLES = (
     Example(
         "speculation on one side",
-        _pair(changed={"speculative_algorithm": None}),
+        pair(changed={"speculative_algorithm": None}),
         expect=("speculative_algorithm",),
     ),
-    Example("page size", _pair(changed={"page_size": 64}), expect=("page_size",)),
-    Example("transfer backend", _pair(decode=(_BACKEND, "nixl")), expect=(_BACKEND,)),
+    Example("page size", pair(changed={"page_size": 64}), expect=("page_size",)),
+    Example("transfer backend", pair(decode=(BACKEND, "nixl")), expect=(BACKEND,)),
+    Example("bootstrap port", pair((PORT, "8998"), (PORT, "8999")), expect=(PORT,)),
+    Example("bootstrap port on one side", pair((PORT, "9000")), expect=(PORT,)),
+    Example("model path", pair(path="/models/other"), expect=("model path",)),
+    Example("a multiple of ranks", pair(changed={"tp_size": 2}), expect=("tp_size",)),
+    Example("another release", pair(version="0.5.22"), expect=("SGLang version",)),
     Example(
-        "bootstrap port",
-        _pair((_PORT, "8998"), (_PORT, "8999")),
-        expect=(_PORT,),
+        "a kernel switch on one side",
+        pair(environment={"SGLANG_SM120_FLASHMLA_BACKEND": "triton"}),
+        expect=("SGLANG_SM120_FLASHMLA_BACKEND",),
     ),
-    Example("one GPU twice", _pair(gpus=("0,1", "1,2")), expect=("CUDA_VISIBLE_DEVICES",)),
-    Example("a pair", _pair()),
+    Example(
+        "parser on one side",
+        pair(decode=("--tool-call-parser", "deepseekv4")),
+        expect=("--tool-call-parser",),
+    ),
+    Example("two prefill servers", pair(decode=(MODE, "prefill")), expect=(MODE,)),
+    Example("a pair", pair()),
     Example("one server", scene()),
 )

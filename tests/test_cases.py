@@ -288,12 +288,15 @@ def test_fp8_experts_on_a_cold_cache(checkpoint: Callable[..., Path]) -> None:
 def test_prefill_and_decode() -> None:
     """C30: speculation on one side only, and a pair that agrees."""
     args = {"speculative_algorithm": "DSPARK", "page_size": 256}
-    prefill = scene("sm_100", flags=("--disaggregation-mode", "prefill"), resolved=args)
+    half, other = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}
+    mode = ("--disaggregation-mode", "prefill")
+    prefill = scene("sm_100", flags=mode, resolved=args, environment=half)
     for resolved, expected in (
         (args, set()),
         ({**args, "speculative_algorithm": None}, {"DSV701"}),
     ):
-        decode = scene("sm_100", flags=("--disaggregation-mode", "decode"), resolved=resolved)
+        mode = ("--port", "30001", "--disaggregation-mode", "decode")
+        decode = scene("sm_100", flags=mode, resolved=resolved, environment=other)
         assert _rules(replace(prefill, peer=decode)) == expected
 
 

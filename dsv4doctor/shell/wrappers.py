@@ -15,6 +15,7 @@ _NAMES = (
 )
 _WRAPPERS = frozenset(_NAMES.split())
 _CONTAINERS = frozenset(("docker", "podman", "nerdctl", "kubectl"))
+_NODE_OPTIONS = ("--cpunodebind", "-N", "--membind", "-m", "--preferred", "-p")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -29,6 +30,8 @@ class Surroundings:
     volumes: list[tuple[str, str]] = field(default_factory=list)
     """(path inside, path outside) of a container."""
     notes: list[str] = field(default_factory=list)
+    numa_nodes: tuple[int, ...] = ()
+    """What numactl binds CPUs or memory to."""
 
 
 def unwrap(
@@ -55,6 +58,8 @@ def unwrap(
             _env(around, options)
         elif name in ("srun", "sbatch", "mpirun", "mpiexec"):
             _cluster(around, options)
+        elif name == "numactl":
+            around.numa_nodes = _numactl(options)
     return around
 
 
@@ -122,6 +127,19 @@ def _mount(around: Surroundings, text: str) -> None:
     inside = keys.get("target", keys.get("destination", keys.get("dst")))
     if outside and inside and outside.startswith("/"):
         around.volumes.append((inside, outside))
+
+
+def _numactl(options: Sequence[str]) -> tuple[int, ...]:
+    """The nodes that its options name."""
+    found: set[int] = set()
+    for index, option in enumerate(options):
+        name, equals, value = option.partition("=")
+        if name not in _NODE_OPTIONS:
+            continue
+        text = value if equals else "".join(options[index + 1 : index + 2])
+        for first, last in re.findall(r"(\d{1,4})(?:-(\d{1,4}))?", text):
+            found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
 
 
 def _cluster(around: Surroundings, options: Sequence[str]) -> None:

@@ -1,0 +1,1 @@
+"""Launch scripts for a machine: topology -> roles -> settings -> files."""

@@ -1,0 +1,251 @@
+"""A plan held against the SGLang that it is for: every launch is traced and audited.
+
+What the trace says is needed goes into the plan, on both sides alike, and is traced again: flags
+that make the experts run, and variables that a finding's remedy names.  One that does not make
+its finding go away is taken out again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dsv4doctor.audit import Settings, audit, run_rules, undetermined
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.features import read_features
+from dsv4doctor.models import (
+    Alternative,
+    Facts,
+    Finding,
+    GpuFacts,
+    Launch,
+    Report,
+    Severity,
+)
+from dsv4doctor.planning.build import Ground
+from dsv4doctor.planning.layout import Plan, Server, Setting
+from dsv4doctor.planning.settings import with_flags
+from dsv4doctor.rules import PAIR_RULES
+from dsv4doctor.target import Target
+from dsv4doctor.trace.session import TraceRequest, trace_launches
+
+_ASSIGNMENT = re.compile(r"\b(SGLANG_\w+)=([\w.]+)")
+_ROUNDS = 5
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A plan as it came out, and what is known about it."""
+
+    plan: Plan
+    reports: tuple[Report, ...]
+    """One a server, in the plan's order."""
+    pair: tuple[Finding, ...] = ()
+    """What the two sides do not agree on."""
+    undetermined: str | None = None
+    """Why it could not be proved."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Each once, whatever the number of servers that have it."""
+        found: dict[tuple[str, str, str], Finding] = {}
+        for report in self.reports:
+            for finding in report.findings:
+                found.setdefault((finding.rule, finding.subject, finding.message), finding)
+        for finding in self.pair:
+            found.setdefault((finding.rule, finding.subject, finding.message), finding)
+        return tuple(found.values())
+
+    @property
+    def exit_code(self) -> int:
+        if self.undetermined is not None:
+            return 3
+        return int(bool(self.plan.problems))
+
+
+@dataclass
+class _Try:
+    """What has been put into the plan, and what did not help."""
+
+    variables: dict[str, Setting] = field(default_factory=dict)
+    rules: dict[str, str] = field(default_factory=dict)
+    """Variable -> the rule whose finding it is to cure."""
+    rejected: set[str] = field(default_factory=set)
+    adopted: bool = False
+    """Other flags were taken already."""
+
+
+def prove(plan: Plan, on: Ground, timeout: float, progress: Progress | None = None) -> Proof:
+    """`plan` with what this SGLang needs, traced.
+
+    Raises UsageError when SGLang's own parser rejects a flag, and UndeterminedError when a trace
+    cannot finish.
+    """
+    tried = _Try()
+    current = plan
+    for _ in range(_ROUNDS):
+        reports = _audits(current, on, timeout, progress)
+        changed = _changed(current, reports, tried)
+        if changed is None:
+            break
+        current = _with_variables(changed, plan, tried)
+    return _judged(current, reports)
+
+
+# ------------------------------------------------------------------------------ traces
+
+
+def _audits(
+    plan: Plan, on: Ground, timeout: float, progress: Progress | None
+) -> tuple[Report, ...]:
+    targets = [target_of(plan, server, on.target) for server in plan.servers]
+    requests = [_request(target) for target in targets]
+    # Together they share one import of SGLang; the audits then find the traces in the cache.
+    for outcome in trace_launches(requests, timeout=timeout, progress=progress):
+        if isinstance(outcome, DoctorError):
+            raise outcome
+    settings = Settings(timeout=timeout)
+    return tuple(audit(target, settings, progress) for target in targets)
+
+
+def target_of(plan: Plan, server: Server, base: Target) -> Target:
+    """The launch of one server, as if its script had been read."""
+    shared = {one.name: one.values[0] for one in plan.shared}
+    own = {one.name: one.values[0] for one in server.environment}
+    traced = Launch(
+        source=f"the plan's {server.part.value} side" if plan.is_pair else "the plan",
+        line=None,
+        environment=shared,
+        model=plan.model,
+        flags=server.words,
+    )
+    # The trace shows SGLang no device by number: without them both sides are traced together.
+    written = replace(
+        traced,
+        environment={**shared, **own},
+        wrappers=("exec", "numactl") if server.bind else ("exec",),
+    )
+    seen = base.snapshot.gpu
+    kept = tuple(gpu for gpu in seen.gpus if gpu in server.gpus) or server.gpus
+    return replace(
+        base,
+        launch=traced,
+        snapshot=replace(
+            base.snapshot, launch=written, gpu=GpuFacts(seen.gpus or kept, seen.driver)
+        ),
+        gpu=base.gpu if base.gpu is None else server.gpus[0],
+        gpu_count=len(server.gpus) if base.gpu is not None else None,
+        seconds=0.0,
+    )
+
+
+def _request(target: Target) -> TraceRequest:
+    return TraceRequest(
+        tree=target.tree,
+        interpreter=target.interpreter,
+        arch=target.arch,
+        checkpoint=target.checkpoint,
+        model_path=target.model_path,
+        launch=target.launch,
+        environment=target.environment,
+        gpu=target.gpu,
+        gpu_count=target.gpu_count,
+    )
+
+
+# ------------------------------------------------------------------------------ what is needed
+
+
+def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
+    """The plan with other flags, or with other variables in `tried`; None: nothing to change."""
+    useless = [name for name, rule in tried.rules.items() if rule in _rules(reports)]
+    for name in useless:
+        del tried.rules[name], tried.variables[name]
+        tried.rejected.add(name)
+    common = None if tried.adopted else _common_way(reports)
+    if common is not None:
+        tried.adopted = True
+        why = f"traced: with this SGLang the experts run so ({common[0].change})"
+        pairs = zip(plan.servers, common, strict=True)
+        servers = tuple(with_flags(server, way.flags, why) for server, way in pairs)
+        return replace(
+            plan,
+            servers=servers,
+            notes=(*plan.notes, f"instead of SGLang's choice: {common[0].change}"),
+        )
+    added = False
+    for finding, name, value in _variables(reports, plan, tried):
+        tried.variables[name] = Setting(name, (value,), f"{finding.rule}: {finding.message}")
+        tried.rules[name] = finding.rule
+        added = True
+    return plan if added or useless else None
+
+
+def _rules(reports: Sequence[Report]) -> set[str]:
+    return {finding.rule for report in reports for finding in report.findings}
+
+
+def _common_way(reports: Sequence[Report]) -> tuple[Alternative, ...] | None:
+    """What runs on every side alike, one for each; None where nothing has to change or does."""
+    if not any(report.facts.alternatives for report in reports):
+        return None
+    by_change = [
+        {way.change: way for way in report.facts.alternatives if way.problem is None}
+        for report in reports
+    ]
+    for change in by_change[0]:
+        if all(change in ways for ways in by_change):
+            return tuple(ways[change] for ways in by_change)
+    return None
+
+
+def _variables(
+    reports: Sequence[Report], plan: Plan, tried: _Try
+) -> Iterator[tuple[Finding, str, str]]:
+    """What remedies tell to set, where this SGLang knows the variable and nobody has set it."""
+    known = (
+        read_features(Path(reports[0].facts.trace.sglang.root)) if reports[0].facts.trace else None
+    )
+    taken = {one.name for one in plan.shared} | tried.rejected
+    for report in reports:
+        for finding in report.findings:
+            text = finding.remedy.text if finding.remedy else ""
+            for name, value in _ASSIGNMENT.findall(text):
+                value = value.rstrip(".")
+                if known is None or name not in known.environment_defaults or name in taken:
+                    continue
+                if finding.severity is not Severity.INFO:
+                    taken.add(name)
+                    yield finding, name, value
+
+
+def _with_variables(changed: Plan, first: Plan, tried: _Try) -> Plan:
+    return replace(changed, shared=(*first.shared, *tried.variables.values()))
+
+
+# ------------------------------------------------------------------------------ judgement
+
+
+def _judged(plan: Plan, reports: tuple[Report, ...]) -> Proof:
+    pair = tuple(pair_findings([report.facts for report in reports])) if plan.is_pair else ()
+    gaps = [gap for report in reports if (gap := undetermined(report, strict=False))]
+    errors: dict[str, None] = {}
+    for server, report in zip(plan.servers, reports, strict=True):
+        for finding in report.findings:
+            if finding.severity is Severity.ERROR:
+                errors[f"{server.part.value}: {finding.rule} {finding.message}"] = None
+    for finding in pair:
+        if finding.severity is Severity.ERROR:
+            errors[f"{finding.rule} {finding.message}"] = None
+    judged = replace(plan, problems=(*plan.problems, *errors))
+    return Proof(judged, reports, pair, gaps[0] if gaps else None)
+
+
+def pair_findings(sides: Sequence[Facts]) -> Iterator[Finding]:
+    """What the rules about a pair find in two launches of one."""
+    one, other = sides
+    for result in run_rules(PAIR_RULES, replace(one, peer=other)):
+        yield from result.findings

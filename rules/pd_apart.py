@@ -1,0 +1,301 @@
+"""Prefill and decode servers that get in each other's way: what must not be the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from dsv4doctor.models import Facts, Finding, Gpu, Remedy, RouterLaunch, Severity
+from dsv4doctor.rules.common import flag, set_by_user
+from dsv4doctor.rules.pd_pair import DEFAULT_BOOTSTRAP, MODE, PORT, name_of, other_side, pair
+from dsv4doctor.rules.rule import Example, Rule
+from dsv4doctor.rules.samples import gpus, scene
+
+_SERVICE = "30000"
+"""SGLang's default port."""
+_OWN_PORTS = (
+    "--nccl-port",
+    "--engine-info-bootstrap-port",
+    "--grpc-port",
+    "--encoder-bootstrap-port",
+)
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs that a launch takes."""
+
+    names: tuple[str, ...]
+    """Indices or UUIDs, as CUDA_VISIBLE_DEVICES has them."""
+    named: bool
+    """The launch says which; False: they are the first ones by default."""
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    other = other_side(facts)
+    if other is None:
+        return
+    together = _together(facts, other)
+    if together is False:
+        return
+    severity = Severity.ERROR if together else Severity.WARNING
+    yield from _shared_gpus(facts, other, severity)
+    yield from _shared_ports(facts, other, severity)
+    yield from _nodes(facts, other)
+
+
+def _together(one: Facts, other: Facts) -> bool | None:
+    """Whether the two run on one machine; None: nothing tells."""
+    if one.snapshot.gpu != other.snapshot.gpu:
+        return False
+    router = one.router or other.router
+    if router is not None:
+        hosts = {host_of(url) for url in (*(url for url, _ in router.prefill), *router.decode)}
+        hosts = {"127.0.0.1" if host in LOOPBACK else host for host in hosts}
+        return len(hosts) < 2
+    # Whoever divides a machine's GPUs says which are whose.
+    return True if any(devices(side).named for side in (one, other)) else None
+
+
+LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1", "0.0.0.0", "::"))
+
+
+def host_of(url: str) -> str:
+    try:
+        return urlsplit(url if "//" in url else f"//{url}").hostname or ""
+    except ValueError:
+        return ""
+
+
+# ------------------------------------------------------------------------------ GPUs
+
+
+def devices(facts: Facts) -> Devices:
+    """The GPUs of a launch, by its variables and flags."""
+    visible = set_by_user(facts, _DEVICES)
+    names = tuple(name.strip() for name in (visible or "").split(",") if name.strip())
+    base = _count(flag(facts, "--base-gpu-id"), 0)
+    args = facts.trace.resolved_args if facts.trace else {}
+    ranks = int(args.get("tp_size") or 1) * int(args.get("pp_size") or 1)
+    if names:
+        return Devices(names[base : base + ranks] or names, True)
+    return Devices(tuple(str(index) for index in range(base, base + ranks)), base > 0)
+
+
+def _count(text: str | None, otherwise: int) -> int:
+    return int(text) if text is not None and text.isdigit() else otherwise
+
+
+def _shared_gpus(one: Facts, other: Facts, severity: Severity) -> Iterator[Finding]:
+    sides = [devices(side) for side in (one, other)]
+    shared = sorted(set(sides[0].names) & set(sides[1].names))
+    if not shared:
+        return
+    yield _finding(
+        one,
+        other,
+        _DEVICES,
+        f"Both sides take GPU {', '.join(shared)}",
+        "On one machine the second to start runs out of memory.",
+        [", ".join(side.names) for side in sides],
+        severity,
+    )
+
+
+# ------------------------------------------------------------------------------ ports
+
+
+def ports_of(facts: Facts) -> dict[str, str]:
+    """Port -> what a launch listens with there."""
+    found = {flag(facts, "--port") or _SERVICE: "--port"}
+    meeting = flag(facts, "--dist-init-addr")
+    match = re.search(r":(\d+)$", meeting or "")
+    if match:
+        found.setdefault(match[1], "--dist-init-addr")
+    for name in _OWN_PORTS:
+        value = flag(facts, name)
+        if value is not None:
+            found.setdefault(value, name)
+    if name_of(facts) == "prefill":
+        found.setdefault(flag(facts, PORT) or DEFAULT_BOOTSTRAP, PORT)
+    return found
+
+
+def router_ports(router: RouterLaunch) -> dict[str, str]:
+    found = {router.port: "the router's --port"}
+    if router.metrics_port is not None:
+        found.setdefault(router.metrics_port, "the router's --prometheus-port")
+    return found
+
+
+def _shared_ports(one: Facts, other: Facts, severity: Severity) -> Iterator[Finding]:
+    mine, theirs = ports_of(one), ports_of(other)
+    router = one.router or other.router
+    for port in sorted(set(mine) & set(theirs)):
+        yield _port_finding(one, other, (port, mine[port], theirs[port]), severity)
+    for port, what in router_ports(router).items() if router else ():
+        for side, ports in ((one, mine), (other, theirs)):
+            if port in ports:
+                where = f"{ports[port]} of the {name_of(side)} side"
+                yield _port_finding(one, other, (port, what, where), severity)
+
+
+def _port_finding(
+    one: Facts, other: Facts, clash: tuple[str, str, str], severity: Severity
+) -> Finding:
+    port, mine, theirs = clash
+    return _finding(
+        one,
+        other,
+        f"port {port}",
+        f"Two servers want port {port}: {mine} and {theirs}",
+        "The second to start stops with the address already in use.",
+        [f"{port} ({mine})", f"{port} ({theirs})"],
+        severity,
+    )
+
+
+# ------------------------------------------------------------------------------ NUMA
+
+
+def _nodes(one: Facts, other: Facts) -> Iterator[Finding]:
+    mine, theirs = bound_to(one), bound_to(other)
+    if mine and mine == theirs and _several_nodes(one, other):
+        yield _finding(
+            one,
+            other,
+            "NUMA node",
+            f"Both sides are bound to NUMA node {_list(mine)}",
+            "They share its cores and its memory while another node idles.",
+            [_list(mine), _list(theirs)],
+            Severity.WARNING,
+        )
+    for side in (one, other):
+        bound, own = bound_to(side), _nodes_of_gpus(side)
+        if bound and own and not set(own) <= set(bound) and mine != theirs:
+            yield _finding(
+                one,
+                other,
+                "NUMA node",
+                f"The {name_of(side)} side is bound to NUMA node {_list(bound)}, and its GPUs are "
+                f"on node {_list(own)}",
+                "Every copy between host and GPU crosses the link between the sockets.",
+                [_list(mine) or "not bound", _list(theirs) or "not bound"],
+                Severity.WARNING,
+            )
+
+
+def bound_to(facts: Facts) -> tuple[int, ...]:
+    """The NUMA nodes that numactl or --numa-node binds a launch to."""
+    launch = facts.snapshot.launch
+    if launch is None:
+        return ()
+    found = set(launch.numa_nodes)
+    reading = False
+    for word in launch.flags:
+        if word.startswith("--"):
+            name, _, word = word.partition("=")
+            reading = name == "--numa-node"
+        if reading and word.isdigit():
+            found.add(int(word))
+    return tuple(sorted(found))
+
+
+def _several_nodes(one: Facts, other: Facts) -> bool:
+    """False only where the machine is known to have one node."""
+    host = one.snapshot.host or other.snapshot.host
+    return host is None or not host.numa_nodes or len(host.numa_nodes) > 1
+
+
+def _nodes_of_gpus(facts: Facts) -> tuple[int, ...]:
+    """Of the GPUs that the launch takes; empty where they are not known."""
+    there: dict[str, Gpu] = {str(gpu.index): gpu for gpu in facts.snapshot.gpu.gpus}
+    used = [there.get(name) for name in devices(facts).names]
+    nodes = {gpu.numa_node for gpu in used if gpu is not None and gpu.numa_node is not None}
+    return tuple(sorted(nodes)) if len(used) == len([gpu for gpu in used if gpu]) else ()
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(str(number) for number in numbers)
+
+
+def _finding(
+    one: Facts,
+    other: Facts,
+    subject: str,
+    what: str,
+    consequence: str,
+    values: list[str],
+    severity: Severity,
+) -> Finding:
+    return Finding(
+        rule=RULE.id,
+        severity=severity,
+        subject=subject,
+        message=f"{what}.",
+        consequence=consequence,
+        evidence=(
+            f"{name_of(one)}: {values[0]}",
+            f"{name_of(other)}: {values[1]}",
+        ),
+        remedy=Remedy(
+            "Give each launch its own; `dsv4doctor plan pd` divides GPUs, ports and nodes."
+        ),
+    )
+
+
+RULE = Rule(
+    id="DSV702",
+    title="Prefill and decode servers in each other's way",
+    severity=Severity.ERROR,
+    reads=("launch",),
+    check=check,
+    about_machine=True,
+)
+
+
+def _bound(first: int, second: int) -> Facts:
+    """A pair on GPUs 0, 1 (node 0) and 2, 3 (node 1), each bound to a node."""
+    half = gpus(4)
+    there = tuple(replace(gpu, numa_node=gpu.index // 2) for gpu in half)
+    one = pair(gpus=("0,1", "2,3"))
+    assert one.peer is not None
+    sides = []
+    for side, node in ((one, first), (one.peer, second)):
+        launch = side.snapshot.launch
+        assert launch is not None
+        assert side.trace is not None
+        args = {**side.trace.resolved_args, "tp_size": 2}
+        facts = replace(side.snapshot.gpu, gpus=there)
+        snapshot = replace(side.snapshot, launch=replace(launch, numa_nodes=(node,)), gpu=facts)
+        sides.append(
+            replace(side, snapshot=snapshot, trace=replace(side.trace, resolved_args=args))
+        )
+    return replace(sides[0], peer=sides[1])
+
+
+_NCCL = ("--nccl-port", "40000")
+
+EXAMPLES = (
+    Example("one GPU twice", pair(gpus=("0,1", "1,2")), expect=(_DEVICES,)),
+    Example("one port twice", pair(decode=("--port", "30000")), expect=("port 30000",)),
+    Example("one rendezvous", pair(_NCCL, _NCCL), expect=("port 40000",)),
+    Example(
+        "a service port that is the other's bootstrap",
+        pair((PORT, "30001"), (PORT, "30001")),
+        expect=("port 30001",),
+    ),
+    Example("one node for both", _bound(0, 0), expect=("NUMA node",)),
+    Example("nodes the wrong way round", _bound(1, 0), expect=("NUMA node", "NUMA node")),
+    Example("each on its own node", _bound(0, 1)),
+    Example(
+        "two launches that say nothing",
+        replace(scene(flags=(MODE, "prefill")), peer=scene(flags=(MODE, "decode"))),
+        expect=(_DEVICES, "port 30000"),
+    ),
+    Example("a pair", pair()),
+    Example("one server", scene()),
+)
