@@ -171,11 +171,6 @@ def _borrowed_fp8_needs_config(sources: Sources) -> bool:
     return False
 
 
-_PREDICATES = """\
-from sglang.srt.utils.common import (
-    is_sm90_supported,
-    is_sm120_supported,
-)"""
 _CUTLASS_RETURN = """\
 from sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe import (
     Mxfp4FlashinferCutlassMoEMethod,
@@ -212,6 +207,17 @@ def _choices(sources: Sources, target: str) -> list[tuple[str, str]]:
     return [*cutlass, (ours, _OURS_RETURN), ("", _MARLIN_RETURN)]
 
 
+def _predicates(missing: set[str]) -> list[str]:
+    """An import of what the module has not imported: a local one hides the module's name."""
+    first, *more = sorted(missing, key=len) or [""]
+    if not first:
+        return []
+    if not more:
+        return [f"from sglang.srt.utils.common import {first}"]
+    names = "".join(f"    {name},\n" for name in (first, *more))
+    return [f"from sglang.srt.utils.common import (\n{names})"]
+
+
 def _code(sources: Sources, target: str) -> str:
     names = edit.imported_names(edit.parsed(sources, HYBRID))
     ahead = []
@@ -221,7 +227,7 @@ def _code(sources: Sources, target: str) -> str:
     if "get_platform" in names:
         lines.append("if get_platform().is_sm90 or get_platform().is_sm120:")
     else:
-        ahead.append(_PREDICATES)
+        ahead += _predicates({"is_sm90_supported", "is_sm120_supported"} - names)
         lines.append("if is_sm90_supported() or is_sm120_supported():")
     body = ["fp8_method = Fp8MoEMethod(self)"]
     if _borrowed_fp8_needs_config(sources):

@@ -28,6 +28,12 @@ def check_runner(config: Any, where: str) -> None:
             )
 
 
+def device_of(layer: Any) -> str:
+    """The GPU that a layer's weights are made on; the current one for weights made elsewhere."""
+    device = layer.w13_weight.device
+    return str(device) if device.type == "cuda" else "cuda"
+
+
 def expert_offset(layer: Any) -> int:
     """Number of the layer's first expert in the ids that its dispatcher hands over.
 

@@ -76,16 +76,15 @@ class _Mxfp4Method:
             moe_common.new_parameter(layer, f"{name}_weight_scale_inv", scale, scale_attrs)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        """Raises UnverifiedKernelError on a GPU where the kernel was not verified: before the
+        weights are loaded, which takes minutes."""
+        require_stamp("moe_mxfp4", moe_common.device_of(layer))
         moe_common.check_runner(moe_runner_config, self.prefix)
         self.moe_runner_config = moe_runner_config
         self._limit = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Looks at the scales once; changes no tensor, so it can be called after each reload.
-
-        Raises UnverifiedKernelError on a GPU where the kernel was not verified.
-        """
-        require_stamp("moe_mxfp4", str(layer.w13_weight.device))
+        """Looks at the scales once; changes no tensor, so it can be called after each reload."""
         scales = (layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
         self._small_scales = all(int(s.data.view(torch.uint8).max()) <= 128 for s in scales)
         layer._dsv4_mxfp4_backend = "dsv4doctor"

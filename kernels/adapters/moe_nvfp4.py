@@ -105,7 +105,8 @@ class _NvFp4Method:
             layer.register_parameter(name, parameter)
 
         def scalar(name: str, *shape: int) -> Any:
-            parameter = PerTensorScaleParameter(data=torch.ones(shape), weight_loader=loader)
+            data = torch.ones(shape, dtype=torch.float32)  # the default is bf16 in a server
+            parameter = PerTensorScaleParameter(data=data, weight_loader=loader)
             layer.register_parameter(name, parameter)
             return parameter
 
@@ -120,16 +121,15 @@ class _NvFp4Method:
             scalar(f"{name}_input_scale", *shape)._sglang_require_global_experts = True
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        """Raises UnverifiedKernelError on a GPU where the kernel was not verified: before the
+        weights are loaded, which takes minutes."""
+        require_stamp("moe_nvfp4", moe_common.device_of(layer))
         moe_common.check_runner(moe_runner_config, "NVFP4 experts")
         self.moe_runner_config = moe_runner_config
         self._limit = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leaves every tensor as loaded.
-
-        Raises UnverifiedKernelError on a GPU where the kernel was not verified.
-        """
-        require_stamp("moe_nvfp4", str(layer.w13_weight.device))
+        """Leaves every tensor as loaded."""
         dispatcher = getattr(layer, "dispatcher", None)
         if hasattr(dispatcher, "set_quant_config"):
             dispatcher.set_quant_config({"input_global_scale": None})

@@ -81,12 +81,12 @@ def test_a_slice_of_no_multiple_of_32_is_refused():
 @pytest.mark.parametrize(
     "method", [moe_mxfp4._Mxfp4Method, moe_nvfp4._NvFp4Method], ids=["mxfp4", "nvfp4"]
 )
-def test_an_unverified_kernel_does_not_load(method, tmp_path, monkeypatch):
+def test_an_unverified_kernel_stops_the_model_build(method, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("DSV4DOCTOR_ALLOW_UNVERIFIED", raising=False)
     layer = SimpleNamespace(w13_weight=torch.zeros(1))
     with pytest.raises(DoctorError):
-        method.process_weights_after_loading(SimpleNamespace(), layer)
+        method.create_moe_runner(SimpleNamespace(), layer, SimpleNamespace())
 
 
 def test_top_k_output_without_ids_is_refused(monkeypatch):
