@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import shown
 from dsv4doctor.gate import Suppression
 from dsv4doctor.models import ARCHS
 
@@ -80,8 +81,9 @@ def read(path: Path) -> Config:
         raise UsageError(f"{path}: cannot be read ({error.strerror})", "see --config") from error
     except (UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not TOML ({type(error).__name__})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: not TOML ({error})") from error
+    except ValueError as error:  # TOMLDecodeError, and what int() and dates refuse
+        said = str(error).partition(";")[0]
+        raise UsageError(f"{path}: not TOML ({shown(said)})") from error
     if path.name == "pyproject.toml":
         tool = plain.get("tool", {})
         plain = tool.get("dsv4doctor", {}) if isinstance(tool, dict) else {}

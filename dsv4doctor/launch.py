@@ -7,15 +7,16 @@ whatever stands in front.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.models import Launch
-from dsv4doctor.shell.expand import Field
+from dsv4doctor.shell.scope import Field
 from dsv4doctor.shell.script import Invocation, Shell, read_text
 from dsv4doctor.shell.wrappers import Surroundings, unwrap
+from dsv4doctor.unknown_flags import settle
 
 _MODULES = ("sglang.launch_server", "sglang.srt.entrypoints.http_server")
 _CLI_MODULES = ("sglang", "sglang.cli.main")
@@ -36,25 +37,42 @@ _MAX_NESTING = 4
 _MAX_NOTES = 40
 
 
-def read_script(path: Path, base_environment: Mapping[str, str], line: int | None = None) -> Launch:
+def read_script(
+    path: Path,
+    base_environment: Mapping[str, str],
+    line: int | None = None,
+    given: Mapping[str, str] | None = None,
+) -> Launch:
     """The SGLang command in the shell script at `path`.
 
     `base_environment` is what the script's variables are looked up in when the script does not
-    set them; it is not part of the result's environment.  `line` picks one of several SGLang
+    set them; it is not part of the result's environment.  `given` are values of variables that
+    the script sets to something only a running shell knows.  `line` picks one of several SGLang
     commands.  Raises UsageError when the file cannot be read or is not a script, when it holds
     no SGLang command, and when it holds several and `line` picks none of them.
     """
     notes: dict[str, None] = {}
     text = read_text(path)
-    shell = Shell.starting(str(path), path.parent.absolute(), base_environment, notes)
+    shell = Shell.starting(str(path), path.parent.absolute(), base_environment, notes, given)
     found: list[_Found] = []
     engines: dict[str, int] = {}
-    for invocation in shell.run(text):
-        found += _launches(invocation, shell, notes, ())
-        for piece in invocation.fields:
-            engine = _OTHER_ENGINES.get(PurePosixPath(piece.text).name)
-            if engine is not None:
-                engines.setdefault(engine, invocation.line)
+
+    def look(invocations: Iterable[Invocation]) -> None:
+        for invocation in invocations:
+            found.extend(_launches(invocation, shell, notes, ()))
+            for piece in invocation.fields:
+                engine = _OTHER_ENGINES.get(PurePosixPath(piece.text).name)
+                if engine is not None:
+                    engines.setdefault(engine, invocation.line)
+
+    look(shell.run(text))
+    if not found:
+        look(shell.uncalled())
+    if not found and shell.passed_over:
+        raise UsageError(
+            f"{path}:{shell.passed_over[0]}: this SGLang command would not run",
+            "a condition in front of it does not hold; set what it asks for with --env",
+        )
     chosen = _choose(path, found, line, engines)
     shown = [*chosen.launch.notes, *notes]
     if len(shown) > _MAX_NOTES:
@@ -149,7 +167,8 @@ def _launches(
             around = unwrap(words[:index], invocation.environment, shell.scope.inherited)
             notes.update(dict.fromkeys(around.notes))
             inherited = {**shell.scope.inherited, **around.environment}
-            inner = Shell.starting(invocation.source, shell.scope.folder, inherited, notes)
+            scope = shell.scope
+            inner = Shell.starting(invocation.source, scope.folder, inherited, notes, scope.given)
             inner.evaluating = shell.evaluating + 1
             if inner.evaluating > _MAX_NESTING:
                 return
@@ -206,19 +225,22 @@ def _found(
     notes.update(dict.fromkeys(around.notes))
     arguments = list(invocation.fields[program.arguments :])
     model, rest = _split_model(arguments, program.is_serve)
-    own_notes: list[str] = []
+    known, unknown, own_notes = settle(rest, invocation.line)
     if model is not None and not model.known:
-        own_notes.append(f"line {invocation.line}: the model, {model.text or 'empty'}, is unknown")
+        own_notes.append(
+            f"line {invocation.line}: cannot know the model, {model.text or 'empty'} ({model.why})"
+        )
     launch = Launch(
         source=invocation.source,
         line=invocation.line,
         environment=around.environment,
         model=model.text if model is not None and model.known and model.text else None,
-        flags=tuple(piece.text for piece in rest),
+        flags=known,
         interpreter=_interpreter(words[program.start], program, around.environment),
         wrappers=outer + around.wrappers,
         numa_nodes=around.numa_nodes,
         notes=tuple(own_notes),
+        unknown=unknown,
     )
     found = _Found(launch, invocation.line, invocation.last_line)
     return _inside(found, around)
@@ -269,7 +291,7 @@ def _split_model(
         if name in _MODEL_FLAGS or (is_serve and name == "--model-type"):
             if not equals:
                 index += 1
-            taken = Field(value, piece.known) if equals else None
+            taken = Field(value, piece.why) if equals else None
             if taken is None and index < len(pending):
                 taken = pending[index]
             if name in _MODEL_FLAGS:

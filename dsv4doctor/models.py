@@ -322,6 +322,8 @@ class Launch:
     """What stood in front, e.g. ("exec", "numactl"), outermost first."""
     notes: tuple[str, ...] = ()
     """What the reader could not follow, e.g. an unset variable."""
+    unknown: tuple[str, ...] = ()
+    """Arguments whose value only a running shell knows, and why: the launch is not complete."""
     numa_nodes: tuple[int, ...] = ()
     """The NUMA nodes that a numactl in front binds it to."""
 
@@ -444,6 +446,29 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class HotPath:
+    """What one class of layers does beside its routed experts, and with which kernel."""
+
+    name: str
+    """"dense-fp8", "sparse-mla-decode", "sparse-mla-prefill", "indexer-decode", "indexer-prefill",
+    "mhc-pre", "mhc-post", "kv-cache" or "all-reduce"."""
+    role: Role
+    layers: tuple[str, ...]
+    """SGLang's module names; empty for what no single layer does."""
+    choice: str | None
+    """In the words of SGLang's options, e.g. "triton" or "flashinfer"; None: unknown."""
+    kernel: Kernel | None
+    """The first kernel reached; for plain torch operations, SGLang's function that holds them."""
+    decided_at: Location | None
+    flags_consulted: tuple[str, ...]
+    verdict: Verdict
+    reason: str
+    detail: str = ""
+    """Sizes that matter, e.g. the width of the indexer's logits or bytes per token."""
+    error: SglangError | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """What one launch resolves to."""
 
@@ -465,6 +490,8 @@ class Trace:
     cached: bool = False
     unresolved: tuple[str, ...] = ()
     """What stopped the trace and was not raised by SGLang itself: the answer is unknown."""
+    paths: tuple[HotPath, ...] = ()
+    """Empty unless asked for."""
 
     def of(self, role: Role) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.role is role)

@@ -95,6 +95,7 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     saved = read_snapshot(options.snapshot) if options.snapshot else None
     environment = usable_environment(saved.environment) if saved else dict(os.environ)
     launch = _launch(options, saved, environment)
+    _refuse_unknown(launch)
     notes += launch.notes
     # What is cheap and most often missing is asked for first.
     gpus = saved.gpu if saved else read_gpus()
@@ -196,7 +197,7 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
         )
     if options.launch is not None:
         path, line = _script(options.launch)
-        launch = read_script(path, {**environment, **pairs}, line)
+        launch = read_script(path, {**environment, **pairs}, line, pairs)
     elif saved is not None and saved.launch is not None and not options.flags:
         launch = replace(saved.launch, environment=usable_environment(saved.launch.environment))
     else:
@@ -204,6 +205,18 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
     if options.model is not None:
         launch = replace(launch, model=options.model)
     return replace(launch, environment={**launch.environment, **pairs})
+
+
+def _refuse_unknown(launch: Launch) -> None:
+    """UsageError for a launch of which not every argument is known: a guess helps nobody."""
+    if launch.unknown:
+        more = f", and {len(launch.unknown) - 1} more" if len(launch.unknown) > 1 else ""
+        at = f":{launch.line}" if launch.line else ""
+        raise UsageError(
+            f"{launch.source}{at}: {launch.unknown[0]}{more}",
+            "write the value into the script, give a variable of it with --env NAME=VALUE, or "
+            "give SGLang's flags after `--`",
+        )
 
 
 def _script(named: Path) -> tuple[Path, int | None]:

@@ -1,13 +1,14 @@
-"""Which arms of an `if` would run, where its condition is a simple test of known values."""
+"""What a simple test of known values gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import fnmatch
+from collections.abc import Callable, Sequence
 
-from dsv4doctor.errors import UsageError
-from dsv4doctor.shell.expand import Scope
-from dsv4doctor.shell.syntax import Command, Word
+from dsv4doctor.shell.expand import text
+from dsv4doctor.shell.scope import Field, Scope
+from dsv4doctor.shell.syntax import Command
+from dsv4doctor.shell.words import Word
 
 _NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,
@@ -17,95 +18,75 @@ _NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-lt": lambda a, b: a < b,
     "-le": lambda a, b: a <= b,
 }
-_MAX_NESTING = 100
-
-
-@dataclass
-class _If:
-    results: list[bool | None] = field(default_factory=list)
-    """What the commands of the current condition give."""
-    in_condition: bool = True
-    taken: bool = False
-    """An earlier arm is known to run."""
-    active: bool = True
-    """The current condition or arm may run."""
-
-
-@dataclass
-class Conditions:
-    """Follows `if`, `elif`, `else` and `fi`; an arm is left out only when known not to run."""
-
-    scope: Scope
-    stack: list[_If] = field(default_factory=list)
-
-    def admits(self, command: Command) -> bool:
-        """Whether `command`, the next one of the script, may run."""
-        for keyword in command.keywords:
-            self.keyword(keyword, command.line)
-        if not all(block.active for block in self.stack):
-            return False
-        if self.stack and self.stack[-1].in_condition and command.items:
-            result = evaluate(self.scope, command)
-            if "!" in command.keywords and result is not None:
-                result = not result
-            self.stack[-1].results.append(result)
-        return True
-
-    def keyword(self, keyword: str, line: int) -> None:
-        if keyword == "if":
-            if len(self.stack) >= _MAX_NESTING:
-                raise UsageError(
-                    f"{self.scope.source}:{line}: conditions are nested too deeply",
-                    "give the SGLang flags after `--` instead of --launch",
-                )
-            self.stack.append(_If())
-            return
-        if not self.stack:
-            return
-        block = self.stack[-1]
-        if keyword == "fi":
-            self.stack.pop()
-        elif keyword == "elif":
-            block.in_condition, block.active, block.results = True, not block.taken, []
-        elif keyword == "else":
-            block.in_condition, block.active = False, not block.taken
-        elif keyword == "then":
-            result = block.results[0] if len(block.results) == 1 else None
-            block.in_condition = False
-            if block.taken:
-                return
-            block.active = result is not False
-            block.taken = result is True
-            if result is None and all(outer.active for outer in self.stack):
-                self.scope.note(line, "its condition is not known; this arm and the next were read")
+_NAMES = (
+    ". : cd echo export declare local mkdir printf readonly set shift shopt sleep source "
+    "trap typeset ulimit umask unset wait"
+)
+_SUCCEED = frozenset(_NAMES.split())
+"""Commands of which scripts take for granted that they succeed."""
 
 
 def evaluate(scope: Scope, command: Command) -> bool | None:
-    """What `[ ... ]`, `[[ ... ]]`, `test`, `true` or `false` gives; None: not known."""
+    """Whether `command` succeeds: of tests and a few others; None: not known."""
     words = [item for item in command.items if isinstance(item, Word)]
-    if len(words) != len(command.items):
+    if not words:
+        return True  # assignments alone
+    first = words[0].literal
+    if first in _SUCCEED:
+        return True
+    if first in ("true", "false"):
+        return first == "true"
+    if first not in ("[", "[[", "test") or len(words) != len(command.items):
         return None
     scope.unset_is_known = True
-    fields = [scope.text(word) for word in words]
+    fields = [text(scope, word) for word in words[1:]]
     scope.unset_is_known = False
+    closing = {"[": "]", "[[": "]]"}.get(first)
+    if closing is not None and (not fields or fields.pop().text != closing):
+        return None
+    # In [[ ]] a quoted right side is no pattern; which of the two it was shows in the word.
+    plain = [not any(part.quoted for part in word.parts) for word in words[1:]]
+    return _any_of(fields, plain, is_extended=first == "[[")
+
+
+def _any_of(fields: Sequence[Field], plain: Sequence[bool], is_extended: bool) -> bool | None:
+    """`a && b || c`; the two bind alike from the left where no brackets say otherwise."""
+    result: bool | None = None
+    pending = ""
+    at = 0
     texts = [piece.text for piece in fields]
+    while at <= len(texts):
+        end = next(
+            (i for i in range(at, len(texts)) if is_extended and texts[i] in ("&&", "||")),
+            len(texts),
+        )
+        one = _negated(fields[at:end], plain[at:end], is_extended)
+        if not pending:
+            result = one
+        elif pending == "&&":
+            result = False if False in (result, one) else None if None in (result, one) else True
+        else:
+            result = True if True in (result, one) else None if None in (result, one) else False
+        if end == len(texts):
+            return result
+        # && binds more tightly than ||: a mixture is not looked into.
+        if pending and texts[end] != pending:
+            return None
+        pending, at = texts[end], end + 1
+    return result
+
+
+def _negated(fields: Sequence[Field], plain: Sequence[bool], is_extended: bool) -> bool | None:
+    if len(fields) > 1 and fields[0].text == "!":
+        inner = _test(fields[1:], plain[1:], is_extended)
+        return None if inner is None else not inner
+    return _test(fields, plain, is_extended)
+
+
+def _test(fields: Sequence[Field], plain: Sequence[bool], is_extended: bool) -> bool | None:
     if not all(piece.known for piece in fields):
         return None
-    if texts in (["true"], ["false"]):
-        return texts == ["true"]
-    if len(texts) > 2 and (texts[0], texts[-1]) in (("[", "]"), ("[[", "]]")):
-        texts = texts[1:-1]
-    elif len(texts) > 1 and texts[0] == "test":
-        texts = texts[1:]
-    else:
-        return None
-    if texts[0] == "!" and len(texts) > 1:
-        inner = _test(texts[1:])
-        return None if inner is None else not inner
-    return _test(texts)
-
-
-def _test(texts: list[str]) -> bool | None:
+    texts = [piece.text for piece in fields]
     if len(texts) == 1:
         return texts[0] != ""
     if len(texts) == 2 and texts[0] in ("-z", "-n"):
@@ -114,12 +95,18 @@ def _test(texts: list[str]) -> bool | None:
         return None
     left, operator, right = texts
     if operator in ("=", "==", "!="):
-        if any(character in right for character in "*?["):
-            return None  # a pattern
-        return (left == right) == (operator != "!=")
+        same = matches(left, right) if is_extended and plain[2] else left == right
+        return None if same is None else same == (operator != "!=")
     if operator in _NUMERIC and _is_number(left) and _is_number(right):
         return _NUMERIC[operator](int(left), int(right))
     return None
+
+
+def matches(word: str, pattern: str) -> bool | None:
+    """Whether the shell pattern covers `word`; None: more than `*`, `?` and `[...]` is in it."""
+    if "\\" in pattern or "(" in pattern or pattern.count("*") > 8 or len(pattern) > 1000:
+        return None
+    return fnmatch.fnmatchcase(word, pattern.replace("[^", "[!"))
 
 
 def _is_number(text: str) -> bool:

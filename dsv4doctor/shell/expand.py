@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from dsv4doctor.errors import UsageError
-from dsv4doctor.shell.syntax import Kind, Part, Word, parse_word
-
-Value: TypeAlias = tuple[str, ...]
-"""A variable's elements; a plain variable has one."""
+from dsv4doctor.shell.arithmetic import evaluate
+from dsv4doctor.shell.scope import (
+    Element,
+    Field,
+    Scope,
+    Segment,
+    Value,
+    is_name,
+    merged,
+    plain,
+    text_of,
+)
+from dsv4doctor.shell.words import Kind, Part, Word, parse_word
 
 _BRACED = re.compile(
     r"(?P<length>[#!])?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])"
@@ -23,71 +31,42 @@ _OPERATION = re.compile(r"(?P<colon>:?)(?P<operator>[-=+?])(?P<argument>.*)", re
 _OWN_FOLDER = re.compile(
     r"cd(--)?(?P<dir>dirname(--)?\$(0|\{0\}|\{?BASH_SOURCE(\[0\])?\}?))&&pwd(-P)?"
 )
-_MAX_WORD = 1 << 20
-_MAX_TOTAL = 8 << 20
-_FIELD_COST = 32
-"""Counted for each expansion beside its length, so that many short ones end as well."""
 _MAX_NESTING = 20
 
 
 @dataclass(frozen=True)
-class Field:
-    """One argument; not `known` when part of it could not be told (see the notes)."""
-
+class _Piece:
     text: str
-    known: bool = True
+    quoted: bool
+    """It is not split at blanks."""
+    why: str = ""
 
 
-@dataclass
-class Scope:
-    """The variables of one shell, and what could not be followed."""
-
-    source: str
-    folder: Path | None
-    """The script's folder, for `$(dirname "$0")`."""
-    inherited: Mapping[str, str]
-    """The environment around the shell; looked at for names that the script does not set."""
-    variables: dict[str, Value | None] = field(default_factory=dict)
-    """None: set to something that cannot be known without running the script."""
-    notes: dict[str, None] = field(default_factory=dict)
-    spent: int = 0
-    unset_is_known: bool = False
-    """Whether an unset variable counts as known to be empty, as in a condition."""
-
-    def note(self, line: int, text: str) -> None:
-        self.notes.setdefault(f"line {line}: {text}")
-
-    def lookup(self, name: str) -> tuple[bool, Value | None]:
-        """Whether `name` is set, and its value (None: not knowable)."""
-        if name in self.variables:
-            return True, self.variables[name]
-        if name in self.inherited:
-            return True, (self.inherited[name],)
-        if name in ("@", "*"):
-            return False, None
-        return not re.match(r"[A-Za-z_]", name), None
-
-    def fields(self, words: Sequence[Word]) -> list[Field]:
-        """`words` after expansion and splitting."""
-        return [piece for word in words for piece in _Expansion(self, word.line).split(word)]
-
-    def text(self, word: Word) -> Field:
-        """`word` after expansion, unsplit, as on the right of an assignment."""
-        return _Expansion(self, word.line).joined(word)
-
-    def spend(self, size: int, line: int) -> None:
-        self.spent += size + _FIELD_COST
-        if size > _MAX_WORD or self.spent > _MAX_TOTAL:
-            raise UsageError(
-                f"{self.source}:{line}: the variables expand to more than a megabyte",
-                "give the SGLang flags after `--` instead of --launch",
-            )
-
-
-_Piece: TypeAlias = tuple[str, bool, bool]
-"""Text, whether it is quoted, whether it is known."""
 _Pieces: TypeAlias = "list[_Piece | None]"
 """None stands between the elements of `"${A[@]}"`."""
+
+
+def fields(scope: Scope, words: Sequence[Word]) -> list[Field]:
+    """`words` after expansion and splitting."""
+    return [piece for word in words for piece in _Expansion(scope, word.line).split(word)]
+
+
+def element(scope: Scope, word: Word) -> Element:
+    """`word` after expansion, unsplit, as on the right of an assignment."""
+    pieces = _Expansion(scope, word.line).pieces(word.parts)
+    parts = merged(Segment(" ") if one is None else Segment(one.text, one.why) for one in pieces)
+    scope.spend(sum(len(part.text) for part in parts), word.line)
+    return parts
+
+
+def text(scope: Scope, word: Word) -> Field:
+    """The same as one text."""
+    parts = element(scope, word)
+    return Field("".join(part.text for part in parts), _why(part.why for part in parts))
+
+
+def _why(reasons: Iterable[str]) -> str:
+    return next((reason for reason in reasons if reason), "")
 
 
 @dataclass
@@ -96,42 +75,35 @@ class _Expansion:
     line: int
     depth: int = 0
 
-    def joined(self, word: Word) -> Field:
-        pieces = self.pieces(word.parts)
-        text = "".join(" " if piece is None else piece[0] for piece in pieces)
-        self.scope.spend(len(text), self.line)
-        return Field(text, all(piece[2] for piece in pieces if piece))
-
     def split(self, word: Word) -> list[Field]:
         done: list[Field] = []
-        text: list[str] = []
-        known, present = True, False
+        found: list[str] = []
+        why, present = "", False
 
         def end() -> None:
-            nonlocal known, present
+            nonlocal why, present
             if present:
-                done.append(Field("".join(text), known))
+                done.append(Field("".join(found), why))
                 self.scope.spend(len(done[-1].text), self.line)
-            text.clear()
-            known, present = True, False
+            found.clear()
+            why, present = "", False
 
         for piece in self.pieces(word.parts):
             if piece is None:
                 end()
                 continue
-            content, quoted, is_known = piece
-            known = known and is_known
-            if quoted:
+            why = why or piece.why
+            if piece.quoted:
                 present = True
-                text.append(content)
+                found.append(piece.text)
                 continue
-            for index, chunk in enumerate(re.split(r"([ \t\n]+)", content)):
+            for index, chunk in enumerate(re.split(r"([ \t\n]+)", piece.text)):
                 if index % 2:
                     end()
-                    known = is_known
+                    why = piece.why
                 elif chunk:
                     present = True
-                    text.append(chunk)
+                    found.append(chunk)
         end()
         return done
 
@@ -139,11 +111,11 @@ class _Expansion:
         found: _Pieces = []
         for index, part in enumerate(parts):
             if part.kind is Kind.LITERAL:
-                text = part.text
-                if index == 0 and not part.quoted and (text == "~" or text.startswith("~/")):
-                    text = self.scope.inherited.get("HOME", "~") + text[1:]
+                said = part.text
+                if index == 0 and not part.quoted and (said == "~" or said.startswith("~/")):
+                    said = self.scope.inherited.get("HOME", "~") + said[1:]
                 # A literal is never split, and quoted "" counts as an argument.
-                found.append((text, True, True))
+                found.append(_Piece(said, True))
             elif part.kind is Kind.COMMAND:
                 found.append(self.substitution(part))
             else:
@@ -154,30 +126,57 @@ class _Expansion:
         squeezed = re.sub(r"[\s\"]|(>/dev/null)?2?>&?1?/dev/null|\$\(|\)", "", part.text)
         own = _OWN_FOLDER.fullmatch(squeezed) or _OWN_FOLDER.fullmatch(f"cd{squeezed}&&pwd")
         if own and self.scope.folder is not None:
-            return (str(self.scope.folder), part.quoted, True)
-        shown = f"$({_short(part.text)})"
-        self.scope.note(self.line, f"{shown} is known only when the script runs")
-        return (shown, True, False)
+            return _Piece(str(self.scope.folder), part.quoted)
+        if part.text.startswith("(") and part.text.endswith(")"):
+            number = evaluate(part.text[1:-1], self.number)
+            if number is not None:
+                return _Piece(str(number), True)
+        return self.cannot_know(f"$({_short(part.text)})")
+
+    def number(self, name: str) -> str | None:
+        """The value of a variable in `$((...))`, where an unset one is 0."""
+        value = self.scope.lookup(name)
+        return "0" if value is None else text_of(value[0]) if value else None
+
+    def cannot_know(self, shown: str, why: str = "") -> _Piece:
+        if not why:
+            self.scope.note(self.line, f"cannot know {shown}")
+            why = f"line {self.line}: {shown} is known only when the script runs"
+        return _Piece(shown, True, why)
+
+    # ------------------------------------------------------------------ parameters
 
     def parameter(self, part: Part) -> _Pieces:
         match = _BRACED.fullmatch(part.text)
         if match is None or match["length"]:
-            return self.unknown(part)
-        is_set, value = self.scope.lookup(match["name"])
+            return [self.unknown(part)]
+        name = match["name"]
         operation = _OPERATION.fullmatch(match["rest"]) if match["rest"] else None
         if match["rest"] and operation is None:
-            return self.unknown(part)
+            return [self.unknown(part)]
+        is_own = not is_name(name) and self.scope.arguments is None
+        if is_own and operation is None and name not in ("@", "*"):
+            return [self.unknown(part)]
+        value = self.scope.lookup(name) if is_name(name) else self.argument(name)
         if operation is not None:
-            if match["name"].isdecimal():
-                self.scope.note(self.line, f"${match['name']} is taken as not given")
-                is_set = False
-            empty = not is_set or (bool(operation["colon"]) and value in ((), ("",)))
+            if is_own and name.isdecimal():
+                self.scope.note(self.line, f"${name} is taken as not given")
+            empty = value is None or (bool(operation["colon"]) and value in ((), plain("")))
             return self.operation(part, match, operation, empty, value)
-        if not is_set:
-            self.scope.note(self.line, f"${match['name']} is not set; read as nothing")
-            # Not known: an argument made from it cannot be trusted.
-            return [("", part.quoted and match["name"] != "@", self.scope.unset_is_known)]
-        return self.value(part, match["name"], match["index"], value)
+        if value is None or (is_own and not value):
+            return self.unset(part, name)
+        return self.value(part, name, match["index"], value)
+
+    def argument(self, name: str) -> Value | None:
+        if name.isdecimal() or name in ("@", "*", "#"):
+            return self.scope.argument(name)
+        return None
+
+    def unset(self, part: Part, name: str) -> _Pieces:
+        self.scope.note(self.line, f"${name} is not set; read as nothing")
+        # Not known: an argument made from it cannot be trusted.
+        why = "" if self.scope.unset_is_known else f"line {self.line}: ${name} is not set here"
+        return [_Piece("", part.quoted and name != "@", why)]
 
     def operation(
         self,
@@ -190,14 +189,15 @@ class _Expansion:
         operator, name = operation["operator"], match["name"]
         if operator == "+":
             return [] if empty else self.default(operation["argument"], part.quoted)
-        if not empty:
+        if not empty and value is not None:
             return self.value(part, name, match["index"], value)
         if operator == "?":
             self.scope.note(self.line, f"${name} is not set, and the script stops without it")
-            return [("", part.quoted, False)]
+            return [_Piece("", part.quoted, f"line {self.line}: ${name} is not set here")]
         pieces = self.default(operation["argument"], part.quoted)
-        if operator == "=" and re.match(r"[A-Za-z_]", name):
-            self.scope.variables[name] = ("".join(piece[0] for piece in pieces if piece),)
+        if operator == "=" and is_name(name):
+            parts = merged(Segment(piece.text, piece.why) for piece in pieces if piece)
+            self.scope.set(name, (parts,))
         return pieces
 
     def default(self, argument: str, quoted: bool) -> _Pieces:
@@ -211,38 +211,43 @@ class _Expansion:
         pieces: _Pieces = []
         for part in word.parts:
             if part.kind is Kind.LITERAL and not part.quoted:
-                pieces.append((part.text, quoted, True))
+                pieces.append(_Piece(part.text, quoted))
             else:
                 pieces.extend(self.pieces((part,)))
         self.depth -= 1
         return pieces
 
-    def value(self, part: Part, name: str, index: str | None, value: Value | None) -> _Pieces:
-        if value is None:
-            return self.unknown(part)
+    def value(self, part: Part, name: str, index: str | None, value: Value) -> _Pieces:
         if name in ("@", "*"):
             index = name
-        if index == "*" and part.quoted:
-            return [(" ".join(value), True, True)]
+        if index is not None and index not in ("@", "*") and not index.isdecimal():
+            return [self.unknown(part)]
         if index in ("@", "*"):
-            pieces: _Pieces = []
-            for element in value:
-                if pieces:
-                    pieces.append(None)
-                pieces.append((element, part.quoted, True))
-            return pieces
-        if index is not None and not index.isdecimal():
-            return self.unknown(part)
-        at = int(index[:6]) if index else 0
-        text = value[at] if at < len(value) else ""
-        self.scope.spend(len(text), self.line)
-        return [(text, part.quoted, True)]
+            chosen = value
+        else:
+            at = int(index[:6]) if index else 0
+            chosen = value[at : at + 1] or plain("")
+        pieces: _Pieces = []
+        for one in chosen:
+            if pieces:
+                pieces.append(_Piece(" ", True) if index == "*" and part.quoted else None)
+            pieces += self.element(name, one, part.quoted, is_array=index is not None)
+        if not pieces and index == "*" and part.quoted:
+            pieces.append(_Piece("", True))
+        return pieces
 
-    def unknown(self, part: Part) -> _Pieces:
-        plain = re.fullmatch(r"\w+|[@*#?$!-]", part.text)
-        shown = f"${part.text}" if plain else f"${{{_short(part.text)}}}"
-        self.scope.note(self.line, f"{shown} is known only when the script runs")
-        return [(shown, True, False)]
+    def element(self, name: str, parts: Element, quoted: bool, is_array: bool) -> _Pieces:
+        """A variable's element: what the user says of it, where the script does not tell."""
+        self.scope.spend(sum(len(part.text) for part in parts), self.line)
+        if name in self.scope.given and parts and all(part.why for part in parts):
+            return [_Piece(self.scope.given[name], quoted and not is_array)]
+        if len(parts) == 1 and parts[0].why and is_name(name) and not is_array:
+            return [self.cannot_know(f"${name}", parts[0].why)]
+        return [_Piece(part.text, quoted or bool(part.why), part.why) for part in parts]
+
+    def unknown(self, part: Part) -> _Piece:
+        bare = re.fullmatch(r"\w+|[@*#?$!-]", part.text)
+        return self.cannot_know(f"${part.text}" if bare else f"${{{_short(part.text)}}}")
 
 
 def _short(text: str) -> str:

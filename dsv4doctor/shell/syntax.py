@@ -1,169 +1,190 @@
 """The text of a shell script as a list of simple commands.
 
-The commands of every block are in the list, with the keywords in front of them kept aside.
-Here-documents are skipped.  Work is linear in the length of the text.
+The commands of every block are in the list, with the keywords in front of them kept aside: what
+of it would run is for `flow` to say.  Here-documents are skipped.  Work is linear in the length
+of the text.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NoReturn
 
-from dsv4doctor.errors import UsageError
+from dsv4doctor.shell.words import Assignment, Kind, Part, Scanner, Word
 
-
-class Kind(Enum):
-    LITERAL = "literal"
-    PARAMETER = "parameter"
-    """`text` is what stands between the braces, or the name."""
-    COMMAND = "command"
-    """A command, process or arithmetic substitution; `text` is what stands inside."""
-
-
-@dataclass(frozen=True)
-class Part:
-    kind: Kind
-    text: str
-    quoted: bool
-
-
-@dataclass(frozen=True)
-class Word:
-    parts: tuple[Part, ...]
-    line: int
-
-    @property
-    def literal(self) -> str | None:
-        """The word's text when it is one unquoted literal."""
-        if len(self.parts) == 1 and self.parts[0].kind is Kind.LITERAL:
-            return None if self.parts[0].quoted else self.parts[0].text
-        return None
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """`NAME=value`, `NAME+=value` or `NAME=(words)`."""
-
-    name: str
-    append: bool
-    value: Word | tuple[Word, ...]
-    line: int
+Item = Word | Assignment
 
 
 @dataclass(frozen=True)
 class Command:
     """One simple command; its words may hold assignments (`export A=1`, `ARGS=(...)`)."""
 
-    items: tuple[Word | Assignment, ...]
+    items: tuple[Item, ...]
     line: int
     last_line: int
     keywords: tuple[str, ...] = ()
-    """What stood in front, e.g. ("then",); with `fi` and the like there are no items."""
+    """What stood in front, e.g. ("then",); with `fi` and the like there are no items.
 
-
-@dataclass(frozen=True)
-class Script:
-    commands: tuple[Command, ...]
-    block_line: int | None
-    """Where the first loop, `case` or function begins."""
-    loop_variables: frozenset[str]
+    Ours: "for" has the variable and the words as its items, "case" the word, "arm" the patterns
+    of an arm, "function" the name; "fall" is an arm that goes on into the next one.
+    """
+    joined: str = ""
+    """"&&" or "||" where one stands between this command and the one before."""
 
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 _OPERATORS = ("&&", "||", "|&", ";;&", ";;", ";&", "|", "&", ";", "(", ")")
 _REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|<>|<&|<|>>|>&|>\||>)|&>>?")
-_PLAIN = re.compile(r"[^\s\\'\"$`|&;()<>#]+")
-_PLAIN_QUOTED = re.compile(r'[^\\"$`]+')
-_PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-]")
-_KEYWORDS = frozenset(
-    ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "{", "}", "!", "time")
-)
-_BLOCKS = frozenset(("while", "until", "for", "case", "select", "function"))
-_ANSI_C = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "e": "\x1b"}
-_MAX_DEPTH = 200
+_IN_TEST = re.compile(r"&&|\|\||[|&;()<>]")
+_WORDS = "if then elif else fi while until do done esac { } ! time"
+_KEYWORDS = frozenset(_WORDS.split())
+_LONGEST_HEAD = 20
+"""Keywords in front of `case` or a function's name; more are not looked through."""
 
 
-def parse(text: str, source: str, first_line: int = 1) -> Script:
+def parse(text: str, source: str, first_line: int = 1) -> tuple[Command, ...]:
     """The commands of `text`.  Raises UsageError naming `source` and the line."""
     return _Parser(text, source, first_line).script()
 
 
-def parse_word(text: str, source: str, line: int, quoted: bool) -> Word:
-    """`text`, e.g. the default in `${A:-text}`, as one word; blanks belong to it."""
-    parser = _Parser(text, source, line)
-    parts: list[Part] = []
-    while parser.position < len(text):
-        parser.part(parts, quoted=quoted, everything=True)
-    return Word(tuple(parts), line)
-
-
 @dataclass
-class _Parser:
-    text: str
-    source: str
-    line: int
-    position: int = 0
-    here_documents: list[tuple[str, bool]] = field(default_factory=list)
+class _Parser(Scanner):
+    commands: list[Command] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    joined: str = ""
+    cases: list[bool] = field(default_factory=list)
+    """For each open `case`: whether the patterns of an arm come next."""
 
-    def fail(self, what: str, line: int) -> NoReturn:
-        raise UsageError(
-            f"{self.source}:{line}: {what}", "check the script with `bash -n`; it was not run"
-        )
-
-    # ------------------------------------------------------------------ commands
-
-    def script(self) -> Script:
-        commands: list[Command] = []
-        items: list[Word | Assignment] = []
-        block_line: int | None = None
-        loop_variables: set[str] = set()
-
-        def end_command() -> None:
-            nonlocal block_line
-            if block_line is None and _opens_block(items):
-                block_line = items[0].line
-            keywords, kept = _split_keywords(items, loop_variables)
-            if keywords or kept:
-                line = (kept or items)[0].line
-                commands.append(Command(tuple(kept), line, self.line, keywords))
-            items.clear()
-
+    def script(self) -> tuple[Command, ...]:
         while self.skip_blanks():
             character = self.text[self.position]
-            if character == "\n":
-                end_command()
+            if self.cases and self.cases[-1]:
+                self.arm()
+            elif character == "\n":
+                if self.items and not self.is_case_head():
+                    self.end_command()
                 self.newline()
             elif character == "#":
                 self.skip_comment()
+            elif self.in_test() and (match := _IN_TEST.match(self.text, self.position)):
+                plain = Part(Kind.LITERAL, match.group(), quoted=False)
+                self.items.append(Word((plain,), self.line))
+                self.position = match.end()
             elif match := _REDIRECTION.match(self.text, self.position):
                 self.redirection(match)
             elif operator := self.operator():
-                if operator == "(" and len(items) == 1 and block_line is None:
-                    block_line = items[0].line  # name() { ...
-                end_command()
+                self.after(operator)
             else:
-                items.append(self.item())
-        end_command()
-        return Script(tuple(commands), block_line, frozenset(loop_variables))
+                self.items.append(self.item())
+                self.head()
+        self.end_command()
+        return tuple(self.commands)
 
-    def skip_blanks(self) -> bool:
-        """Move to the next token; False at the end of the text."""
-        text, end = self.text, len(self.text)
-        while self.position < end:
-            if text[self.position] in " \t\r\f\v":
+    # ------------------------------------------------------------------ commands
+
+    def end_command(self, operator: str = "") -> None:
+        keywords, kept = _split_keywords(self.items)
+        if keywords or kept:
+            line = (kept or self.items)[0].line
+            self.add(kept, line, keywords)
+        self.items.clear()
+        self.joined = operator if operator in ("&&", "||") else ""
+        if "esac" in keywords and self.cases:
+            self.cases.pop()
+
+    def add(self, items: list[Item], line: int, keywords: tuple[str, ...]) -> None:
+        self.commands.append(Command(tuple(items), line, self.line, keywords, self.joined))
+
+    def after(self, operator: str) -> None:
+        """What an operator ends."""
+        if operator == "(" and self.is_name() and self.closes_at_once():
+            self.definition()
+            return
+        self.end_command(operator)
+        if operator in (";;", ";&", ";;&") and self.cases:
+            self.cases[-1] = True
+            if operator != ";;":
+                self.add([], self.line, ("fall",))
+
+    def head(self) -> None:
+        """Whether the items so far are the head of a `case` or of a function."""
+        if len(self.items) > _LONGEST_HEAD:
+            return
+        last = self.items[-1]
+        if isinstance(last, Word) and last.literal == "in" and self.is_case_head(complete=True):
+            at = _lead(self.items)
+            keywords = tuple(_literal(item) or "" for item in self.items[:at])
+            self.add([self.items[at + 1]], self.items[at].line, (*keywords, "case"))
+            self.items.clear()
+            self.joined = ""
+            self.cases.append(True)
+        elif len(self.items) > 1 and _literal(self.items[-2]) == "function":
+            del self.items[-2]
+            if self.skip_blanks() and self.text[self.position] == "(":
                 self.position += 1
-            elif text.startswith("\\\n", self.position):
-                self.position += 2
-                self.line += 1
-            else:
-                return True
+                if not self.closes_at_once():
+                    return
+            self.definition()
+
+    def is_case_head(self, complete: bool = False) -> bool:
+        if len(self.items) > _LONGEST_HEAD:
+            return False
+        rest = self.items[_lead(self.items) :]
+        return len(rest) == (3 if complete else 2) and _literal(rest[0]) == "case"
+
+    def is_name(self) -> bool:
+        rest = self.items[_lead(self.items) :] if len(self.items) < _LONGEST_HEAD else ()
+        return len(rest) == 1 and bool(_literal(rest[0]))
+
+    def closes_at_once(self) -> bool:
+        """Move past the ")" of `name()`, if it is that."""
+        if self.skip_blanks() and self.text[self.position] == ")":
+            self.position += 1
+            return True
         return False
 
-    def skip_comment(self) -> None:
-        end = self.text.find("\n", self.position)
-        self.position = len(self.text) if end < 0 else end
+    def definition(self) -> None:
+        at = _lead(self.items)
+        keywords = tuple(_literal(item) or "" for item in self.items[:at])
+        self.add(self.items[at:], self.line, (*keywords, "function"))
+        self.items.clear()
+        self.joined = ""
+
+    def arm(self) -> None:
+        """`pattern | pattern)`, or the `esac` after the last arm."""
+        line, character = self.line, self.text[self.position]
+        if character == "\n":
+            self.newline()
+            return
+        if character == "#":
+            self.skip_comment()
+            return
+        if character == "(":
+            self.position += 1
+            self.skip_blanks()
+        patterns: list[Item] = []
+        while self.skip_blanks() and self.text[self.position] not in "\n&;<>()":
+            if self.text[self.position] == "|":
+                self.position += 1
+            else:
+                patterns.append(self.word())
+            if len(patterns) == 1 and _literal(patterns[0]) == "esac":
+                self.cases.pop()
+                self.add([], line, ("esac",))
+                return
+        if self.position < len(self.text) and self.text[self.position] != "\n":
+            self.position += 1
+        if patterns:
+            self.joined = ""
+            self.add(patterns, line, ("arm",))
+            self.cases[-1] = False
+
+    def in_test(self) -> bool:
+        """Whether `[[` is open, where operators are words."""
+        items = self.items
+        at = _lead(items) if len(items) < _LONGEST_HEAD else 0
+        is_open = len(items) > at and _literal(items[at]) == "[["
+        return is_open and _literal(items[-1]) != "]]"
 
     def operator(self) -> str | None:
         for operator in _OPERATORS:
@@ -174,23 +195,6 @@ class _Parser:
                 self.position += len(operator)
                 return operator
         return None
-
-    def newline(self) -> None:
-        self.position += 1
-        self.line += 1
-        pending, self.here_documents = self.here_documents, []
-        for delimiter, strip_tabs in pending:
-            self.skip_here_document(delimiter, strip_tabs)
-
-    def skip_here_document(self, delimiter: str, strip_tabs: bool) -> None:
-        while self.position < len(self.text):
-            end = self.text.find("\n", self.position)
-            end = len(self.text) if end < 0 else end
-            row = self.text[self.position : end]
-            self.position = min(end + 1, len(self.text))
-            self.line += 1
-            if (row.lstrip("\t") if strip_tabs else row).rstrip("\r") == delimiter:
-                return
 
     def redirection(self, match: re.Match[str]) -> None:
         operator = match.group().lstrip("0123456789")
@@ -205,9 +209,7 @@ class _Parser:
             delimiter = "".join(part.text for part in target.parts)
             self.here_documents.append((delimiter, operator == "<<-"))
 
-    # ------------------------------------------------------------------ words
-
-    def item(self) -> Word | Assignment:
+    def item(self) -> Item:
         line = self.line
         match = _ASSIGNMENT.match(self.text, self.position)
         if match is None:
@@ -233,167 +235,26 @@ class _Parser:
                 words.append(self.word())
         self.fail(f"the array {name}=( is never closed", line)
 
-    def word(self) -> Word:
-        line = self.line
-        parts: list[Part] = []
-        while self.position < len(self.text):
-            character = self.text[self.position]
-            if character in " \t\r\f\v\n|&;()<>":
-                break
-            self.part(parts, quoted=False)
-        return Word(tuple(parts), line)
 
-    def part(self, parts: list[Part], quoted: bool, everything: bool = False) -> None:
-        """Read one piece of a word; `everything`: blanks and operators are plain text."""
-        text, at = self.text, self.position
-        character = text[at]
-        if character == "\\":
-            self.escape(parts, quoted)
-        elif character == "'" and not quoted:
-            end = self.closing("'", at + 1)
-            self.literal(parts, text[at + 1 : end], end + 1, quoted=True)
-        elif character == '"':
-            self.double_quoted(parts)
-        elif character == "$":
-            self.dollar(parts, quoted)
-        elif character == "`":
-            end = self.closing("`", at + 1)
-            parts.append(Part(Kind.COMMAND, text[at + 1 : end], quoted))
-            self.advance(end + 1)
-        elif not quoted and (match := _PLAIN.match(text, at)):
-            self.literal(parts, match.group(), match.end(), quoted=False)
-        elif everything or quoted or character == "#":
-            self.literal(parts, character, at + 1, quoted)
-        else:
-            self.fail(f"unexpected {character!r}", self.line)
-
-    def literal(self, parts: list[Part], text: str, end: int, quoted: bool) -> None:
-        parts.append(Part(Kind.LITERAL, text, quoted))
-        self.advance(end)
-
-    def advance(self, end: int) -> None:
-        self.line += self.text.count("\n", self.position, end)
-        self.position = end
-
-    def closing(self, quote: str, start: int) -> int:
-        """The index of the next unescaped `quote` (a backslash is plain between '...')."""
-        end = self.text.find(quote, start)
-        while quote != "'" and end > 0 and _escaped(self.text, end, start):
-            end = self.text.find(quote, end + 1)
-        if end < 0:
-            self.fail(f"a {quote} is never closed", self.line)
-        return end
-
-    def escape(self, parts: list[Part], quoted: bool) -> None:
-        following = self.text[self.position + 1 : self.position + 2]
-        if following == "\n":
-            self.advance(self.position + 2)
-        elif quoted and following not in ("$", "`", '"', "\\"):
-            self.literal(parts, "\\", self.position + 1, quoted=True)
-        else:
-            self.literal(parts, following or "\\", self.position + 1 + len(following), True)
-
-    def double_quoted(self, parts: list[Part]) -> None:
-        line = self.line
-        self.position += 1
-        if self.text.startswith('"', self.position):
-            parts.append(Part(Kind.LITERAL, "", quoted=True))  # "" is an argument
-        while self.position < len(self.text):
-            at = self.position
-            if self.text[at] == '"':
-                self.position += 1
-                return
-            if match := _PLAIN_QUOTED.match(self.text, at):
-                self.literal(parts, match.group(), match.end(), quoted=True)
-            else:
-                self.part(parts, quoted=True)
-        self.fail('a " is never closed', line)
-
-    def dollar(self, parts: list[Part], quoted: bool) -> None:
-        text, at = self.text, self.position
-        if text.startswith(("$(", "${"), at):
-            opening = at + 1
-            closer = ")" if text[opening] == "(" else "}"
-            end = self.skip_balanced(opening, closer)
-            kind = Kind.COMMAND if closer == ")" else Kind.PARAMETER
-            parts.append(Part(kind, text[opening + 1 : end], quoted))
-        elif text.startswith("$'", at) and not quoted:
-            end = at + 2
-            while (end := self.closing("'", end)) and _escaped(text, end, at + 2):
-                end += 1
-            body = re.sub(r"\\(.)", lambda m: _ANSI_C.get(m[1], m[0]), text[at + 2 : end])
-            self.literal(parts, body, end + 1, quoted=True)
-        elif match := _PARAMETER.match(text, at + 1):
-            parts.append(Part(Kind.PARAMETER, match.group(), quoted))
-            self.position = match.end()
-        elif text.startswith('$"', at) and not quoted:
-            self.position += 1
-        else:
-            self.literal(parts, "$", at + 1, quoted)
-
-    def skip_balanced(self, opening: int, closer: str) -> int:
-        """Move past the bracket at `opening`; returns the index of its closing one."""
-        text, line = self.text, self.line
-        stack = [closer]
-        at = opening + 1
-        while at < len(text):
-            character = text[at]
-            if character == "\\":
-                at += 2
-                continue
-            if character == stack[-1]:
-                stack.pop()
-                if not stack:
-                    self.advance(at + 1)
-                    return at
-            elif character == "'" and stack[-1] != '"':
-                at = self.closing("'", at + 1)
-            elif character == '"':
-                stack.append('"')
-            elif character == "(" and stack[-1] == ")":
-                stack.append(")")
-            elif character == "$" and text[at + 1 : at + 2] in ("(", "{"):
-                at += 1
-                stack.append(")" if text[at] == "(" else "}")
-            if len(stack) > _MAX_DEPTH:
-                self.fail("brackets are nested too deeply", line)
-            at += 1
-        self.fail(f"a {text[opening - 1 : opening + 1].strip()} is never closed", line)
+def _literal(item: Item) -> str | None:
+    return item.literal if isinstance(item, Word) else None
 
 
-def _escaped(text: str, index: int, start: int) -> bool:
-    """Whether an odd number of backslashes stands in front of `index`."""
-    before = index
-    while before > start and text[before - 1] == "\\":
-        before -= 1
-    return (index - before) % 2 == 1
+def _lead(items: list[Item]) -> int:
+    """How many keywords stand in front."""
+    return next(
+        (index for index, item in enumerate(items) if _literal(item) not in _KEYWORDS), len(items)
+    )
 
 
-def _opens_block(items: list[Word | Assignment]) -> bool:
-    return bool(items) and isinstance(items[0], Word) and items[0].literal in _BLOCKS
-
-
-def _split_keywords(
-    items: list[Word | Assignment], loop_variables: set[str]
-) -> tuple[tuple[str, ...], list[Word | Assignment]]:
-    """The keywords in front, and the rest; nothing is left of `for x in ...` and `case x in`."""
-    keywords: list[str] = []
-    start = 0
-    while start < len(items):
-        item = items[start]
-        word = item.literal if isinstance(item, Word) else None
-        if word in ("for", "select"):
-            following = items[start + 1] if start + 1 < len(items) else None
-            if isinstance(following, Word) and following.literal:
-                loop_variables.add(following.literal)
-            return tuple(keywords), []
-        if word in ("case", "esac"):
-            return tuple(keywords), []
-        if word == "function":
-            start += 2
-            continue
-        if word is None or word not in _KEYWORDS:
-            break
-        keywords.append(word)
-        start += 1
-    return tuple(keywords), items[start:]
+def _split_keywords(items: list[Item]) -> tuple[tuple[str, ...], list[Item]]:
+    """The keywords in front, and the rest; of `for x in ...` the variable and the words."""
+    at = _lead(items)
+    keywords = tuple(_literal(item) or "" for item in items[:at])
+    first = _literal(items[at]) if at < len(items) else None
+    if first in ("for", "select"):
+        rest = items[at + 1 :]
+        return (*keywords, "for"), [*rest[:1], *rest[2:]]
+    if first in ("case", "function"):
+        return keywords, []
+    return keywords, items[at:]
