@@ -124,6 +124,62 @@ class GpuFacts:
 
 
 @dataclass(frozen=True)
+class Link:
+    """How a GPU hangs on the machine.  None: not readable."""
+
+    address: str
+    """PCI address as NVML writes it."""
+    generation: int | None = None
+    """The PCIe generation that GPU and slot can do together."""
+    gpu_generation: int | None = None
+    """The one that the GPU could do elsewhere."""
+    width: int | None = None
+    """Lanes in use."""
+    gpu_width: int | None = None
+    """Lanes that GPU and slot have."""
+    nvlinks: int | None = None
+    """NVLinks that are up."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two GPUs of one machine.  None: not readable."""
+
+    first: str
+    second: str
+    path: str | None = None
+    """What lies between them on PCIe: "board", "switch", "switches", "host bridge", "NUMA node"
+    or "system"."""
+    peer_to_peer: str | None = None
+    """"ok", or why the driver does not offer it."""
+    nvlink: bool | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    links: tuple[Link, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    iommu: str | None = None
+    """Of the GPUs: "off", "passthrough" or "translating"."""
+    acs_redirect: tuple[str, ...] | None = None
+    """Bridges above the GPUs that send peer-to-peer traffic up to the root; None: config space is
+    readable for root only."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One bounded test on the machine's GPUs (`--level full`)."""
+
+    name: str
+    """"all-reduce", "all-reduce without P2P", "copy to GPU", "copy from GPU" or "copy between
+    GPUs"."""
+    outcome: str
+    """"ok", "hang" or "failed"."""
+    gigabytes_per_second: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """The machine around the GPUs.  None and empty: not readable here."""
 
@@ -154,6 +210,10 @@ class HostFacts:
     """The Hugging Face id that the launch names, when it names one."""
     hub_model_cached: bool | None = None
     """Whether that model's config.json lies in the local hub cache."""
+    topology: Topology | None = None
+    """None: not read, as without GPUs."""
+    measured: tuple[Measurement, ...] = ()
+    """Empty: nothing was measured."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsv4doctor.facts.hub import hub_cache
+from dsv4doctor.facts.topology import read_topology
 from dsv4doctor.models import GpuFacts, HostFacts
 
 _NVCC_SECONDS = 2.0
@@ -56,6 +57,7 @@ def read_host(
             pci_switches=switches,
             hub_model=hub_id,
             hub_model_cached=_cached(hub_id, environment) if hub_id else None,
+            topology=read_topology(gpus, root=root),
             nvcc=nvcc,
             nvcc_version=version.result() if version else None,
         )
