@@ -29,7 +29,7 @@ from dsv4doctor.rules import RULES
 from dsv4doctor.rules.rule import FACTS, NotChecked, Rule
 from dsv4doctor.target import Target
 from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
-from dsv4doctor.verdicts import drops_clamp, judge
+from dsv4doctor.verdicts import drops_clamp, judge, judge_path
 
 Progress = Callable[[str], None]
 _SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.ERROR)
@@ -47,6 +47,10 @@ class Settings:
     """Try other flags when the launch does not run."""
     modules: tuple[str, ...] = ()
     """Modules of SGLang that have to import."""
+    with_paths: bool = False
+    """Trace the hot paths beside the routed experts too."""
+    paths: tuple[str, ...] = ()
+    """Only these, by the start of their name; "moe" is the routed experts.  Empty: all."""
 
 
 def audit(target: Target, settings: Settings, progress: Progress | None = None) -> Report:
@@ -63,6 +67,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         model_path=target.model_path,
         launch=target.launch,
         with_path=settings.with_path,
+        with_paths=settings.with_paths,
         environment=target.environment,
         gpu=target.gpu,
         gpu_count=target.gpu_count,
@@ -72,7 +77,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         request, use_cache=settings.use_cache, timeout=settings.timeout, progress=progress
     )
     traced = time.monotonic()
-    trace = _of_roles(trace, settings.roles)
+    trace = _of_paths(_of_roles(trace, settings.roles), settings.paths)
     texts = call_texts(Path(target.tree.root), trace.layers)
     trace = judged(trace, texts, grounds(target.snapshot.stack, target.tree))
     tried: tuple[Alternative, ...] = ()
@@ -85,7 +90,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         trace=trace,
         call_texts=texts,
         alternatives=tried,
-        notes=target.notes,
+        notes=(*target.notes, *_no_draft(trace, settings.roles)),
         features=read_features(Path(target.tree.root)),
     )
     results = run_rules(RULES, facts)
@@ -106,7 +111,8 @@ def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = No
     layers = tuple(
         judge(layer, trace.arch, text_at(texts, layer), stand_on) for layer in trace.layers
     )
-    return replace(trace, layers=layers)
+    paths = tuple(judge_path(path, trace.arch, grounds=stand_on) for path in trace.paths)
+    return replace(trace, layers=layers, paths=paths)
 
 
 def _of_roles(trace: Trace, roles: Sequence[Role]) -> Trace:
@@ -117,10 +123,32 @@ def _of_roles(trace: Trace, roles: Sequence[Role]) -> Trace:
     return replace(
         trace,
         layers=tuple(layer for layer in trace.layers if layer.role in roles),
+        paths=tuple(path for path in trace.paths if path.role in roles),
         errors=tuple(error for error in trace.errors if not error.phase.startswith(left_out)),
         unresolved=tuple(text for text in trace.unresolved if not text.startswith(left_out)),
         steps=tuple(step for step in trace.steps if not step.phase.startswith(left_out)),
     )
+
+
+def _no_draft(trace: Trace, roles: Sequence[Role]) -> tuple[str, ...]:
+    """Why there is nothing to see where only the draft was asked for."""
+    if tuple(roles) != (Role.DRAFT,) or trace.layers or trace.errors or trace.unresolved:
+        return ()
+    if trace.resolved_args.get("speculative_algorithm") is not None:
+        return ()
+    return (
+        "this launch has no draft model: it does not speculate (--speculative-algorithm is not "
+        "set)",
+    )
+
+
+def _of_paths(trace: Trace, names: Sequence[str]) -> Trace:
+    """`trace` without the hot paths that were not asked for."""
+    if not names:
+        return trace
+    layers = trace.layers if "moe" in names else ()
+    paths = tuple(path for path in trace.paths if path.name.startswith(tuple(names)))
+    return replace(trace, layers=layers, paths=paths)
 
 
 # ------------------------------------------------------------------------------ alternatives
@@ -212,7 +240,13 @@ def undetermined(report: Report, strict: bool) -> str | None:
         return report.facts.trace_failure or "there is no trace"
     if trace.unresolved:
         return f"the trace stopped short ({trace.unresolved[0]})"
-    return next((text for layer in trace.layers if (text := _unknown(layer, strict))), None)
+    unknown = (text for layer in trace.layers if (text := _unknown(layer, strict)))
+    return next(unknown, _unknown_path(trace) if strict else None)
+
+
+def _unknown_path(trace: Trace) -> str | None:
+    unknown = (path for path in trace.paths if path.verdict is Verdict.UNKNOWN)
+    return next((f"{path.role.value} {path.name}: {path.reason}" for path in unknown), None)
 
 
 def _unknown(layer: Layer, strict: bool) -> str | None:

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.judgement import Judgement, of_kernel, refusal
-from dsv4doctor.models import Arch, Layer, StoredFormat, Verdict
+from dsv4doctor.models import Arch, HotPath, Layer, StoredFormat, Verdict
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -169,6 +169,28 @@ def judge_kernel(
 ) -> tuple[Verdict, str]:
     """The verdict on a kernel that is no routed expert's, and the reason for it."""
     return _of_kernel(symbol, None, arch, call_text, grounds)
+
+
+def judge_path(
+    path: HotPath, arch: Arch, call_text: str = "", grounds: Grounds | None = None
+) -> HotPath:
+    """`path` with its verdict and the reason for it.
+
+    A path without a kernel of its own (the KV cache, the all-reduce) runs when what it is was
+    found out.
+    """
+    error = path.error
+    if error is not None:
+        where = f" at {error.at.file}:{error.at.line}" if error.at else ""
+        message = error.message.splitlines()[0][:200] if error.message else "no message"
+        reason = f"SGLang raises {error.type}{where}: {message}"
+        return replace(path, verdict=Verdict.FAILS, reason=reason)
+    if path.kernel is not None:
+        verdict, reason = judge_kernel(path.kernel.symbol, arch, call_text, grounds)
+        return replace(path, verdict=verdict, reason=reason)
+    if path.choice is not None and not path.reason:
+        return replace(path, verdict=Verdict.RUNS, reason="it has no kernel of its own")
+    return replace(path, verdict=Verdict.UNKNOWN, reason=path.reason or "no kernel was reached")
 
 
 def _verdict(

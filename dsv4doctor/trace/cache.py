@@ -54,6 +54,7 @@ def key(request: TraceRequest) -> str:
         "interpreter": str(request.interpreter),
         "packages": packages(request.interpreter),
         "with_path": request.with_path,
+        "with_paths": request.with_paths,
         "whole": request.whole,
         "modules": request.modules,
     }

@@ -13,7 +13,7 @@ Request (a file in the scratch folder):
     dsv4doctor     our own package, for a patched SGLang in an environment without it; or null
     whole          leave no part of SGLang out
     verbose        let SGLang's own log through to standard error
-    jobs           [{"id", "arguments", "with_path"}]; a launch each
+    jobs           [{"id", "arguments", "with_path", "with_paths"}]; a launch each
 
 Events (a JSON object a line):
     {"event": "phase", "text"}
@@ -33,6 +33,7 @@ from dsv4doctor.models import (
     ArgChange,
     Branch,
     Checkpoint,
+    HotPath,
     Kernel,
     Layer,
     Location,
@@ -72,6 +73,7 @@ def trace_from(
         steps=tuple(reader.step(step) for step in result["steps"]),
         leniencies=tuple(result["leniencies"]),
         timings=result["timings"],
+        paths=tuple(reader.path(path) for path in result["paths"]),
     )
 
 
@@ -83,6 +85,13 @@ def artefact(error: dict[str, Any]) -> str:
         f"{error['type']}: {message} (raised in {Path(where).name}, outside SGLang, "
         "so it may be the trace's own doing)"
     )
+
+
+def _stopped(error: dict[str, Any]) -> str:
+    """One sentence on an exception that came before a path's own dispatch, or from elsewhere."""
+    message = error["message"].splitlines()[0][:200] if error["message"] else "no message"
+    where = Path(error["innermost"] or "unknown code").name
+    return f"the trace stopped before its kernel: {error['type']}: {message} (in {where})"
 
 
 class _StoredFormats:
@@ -160,6 +169,25 @@ class _Reader:
             kernel=Kernel(kernel["symbol"], self.location(kernel["at"])) if kernel else None,
             verdict=Verdict.UNKNOWN,
             reason=reason,
+            error=self.error(error) if error else None,
+        )
+
+    def path(self, path: dict[str, Any]) -> HotPath:
+        kernel, error = path["kernel"], path["error"]
+        reason = path["reason"]
+        if error is not None and not error["by_sglang"]:
+            reason, error = _stopped(error), None
+        return HotPath(
+            name=path["name"],
+            role=Role(path["role"]),
+            layers=tuple(path["layers"]),
+            choice=path["choice"],
+            kernel=Kernel(kernel["symbol"], self.location(kernel["at"])) if kernel else None,
+            decided_at=self.location(path["decided_at"]),
+            flags_consulted=tuple(path["flags_consulted"]),
+            verdict=Verdict.UNKNOWN,
+            reason=reason,
+            detail=path["detail"],
             error=self.error(error) if error else None,
         )
 

@@ -66,6 +66,8 @@ class TraceRequest:
     launch: Launch
     with_path: bool = False
     """Also record the decision path."""
+    with_paths: bool = False
+    """Also run the hot paths beside the routed experts; costs a second or two."""
     environment: Mapping[str, str] | None = None
     """The machine's variables under the launch's own; None: this process's."""
     gpu: Gpu | None = None
@@ -170,7 +172,12 @@ def _run_group(
     first = requests[0]
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
         jobs = [
-            {"id": index, "arguments": request.arguments(), "with_path": request.with_path}
+            {
+                "id": index,
+                "arguments": request.arguments(),
+                "with_path": request.with_path,
+                "with_paths": request.with_paths,
+            }
             for index, request in enumerate(requests)
         ]
         worker = _Worker(first, scratch, jobs)
@@ -213,8 +220,15 @@ def _flag_message(said: str, request: TraceRequest) -> tuple[str, str]:
     hint = advice(named.split(), _known_options(request.tree)) if unrecognised else None
     return (
         f"{request.launch.source}: SGLang {request.tree.version} does not take these flags: {line}",
-        hint or f"compare with `{request.interpreter} -m sglang.launch_server --help`",
+        hint or _where_flags_are(request.tree, request.interpreter),
     )
+
+
+def _where_flags_are(tree: SglangTree, interpreter: Path) -> str:
+    """Where SGLang's flags can be looked up; a borrowed tree cannot be asked for its help."""
+    if tree.borrowed:
+        return f"its flags are in {Path(tree.root) / 'sglang' / 'srt' / 'server_args.py'}"
+    return f"compare with `{interpreter} -m sglang.launch_server --help`"
 
 
 def _known_options(tree: SglangTree) -> set[str]:
@@ -371,6 +385,7 @@ def _environment(request: TraceRequest, scratch: str) -> dict[str, str]:
         PYTHONNOUSERSITE="1",
         OMP_NUM_THREADS="1",
         PYTHONHASHSEED="0",  # the same launch, the same answer
+        DSV4DOCTOR_IN_TRACE="1",  # our adapters ask for no stamp where no kernel runs
     )
     return clean
 
@@ -378,7 +393,6 @@ def _environment(request: TraceRequest, scratch: str) -> dict[str, str]:
 def _message(
     request: TraceRequest, scratch: str, jobs: list[dict[str, Any]], write: int
 ) -> dict[str, Any]:
-        DSV4DOCTOR_IN_TRACE="1",  # our adapters ask for no stamp where no kernel runs
     gpu = request.gpu
     bytecode = _bytecode_folder()
     return {
@@ -394,6 +408,7 @@ def _message(
         "memory_bytes": MEMORY_LIMIT_BYTES,
         "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
         "serving": not request.tree.borrowed,
+        "dsv4doctor": str(OURSELVES) if request.tree.borrowed else None,
         "whole": request.whole,
         "modules": list(request.modules),
         "jobs": jobs,
@@ -401,7 +416,6 @@ def _message(
 
 
 def _bytecode_folder() -> Path | None:
-        "dsv4doctor": str(OURSELVES) if request.tree.borrowed else None,
     """Where compiled modules of a tree are kept; None where they cannot be, or only in part.
 
     Python 3.11 keeps a compiled module that a full disk cut short, and fails on it ever after.

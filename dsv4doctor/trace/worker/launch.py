@@ -31,6 +31,7 @@ class _Launch:
             "arg_changes": [],
             "environment_overwritten": {},
             "layers": [],
+            "paths": [],
             "errors": [],
             "steps": [],
             "leniencies": [],
@@ -39,7 +40,9 @@ class _Launch:
         }
 
     def run(self):
-        written = decisions.environment_watch(lambda name: name in os.environ or "_" in name)
+        self.written = written = decisions.environment_watch(
+            lambda name: name in os.environ or "_" in name
+        )
         if self.path is not None:
             self.path.__enter__()
         try:
@@ -92,6 +95,10 @@ class _Launch:
             self.result["resolved_args"] = {
                 name: _json(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
             }
+            if self.job.get("with_paths"):
+                from .calls import reread_constants
+
+                reread_constants(self.written)
             serving.publish(server_args)
             serving.form_groups(view)
         return True
@@ -122,6 +129,22 @@ class _Launch:
             if isinstance(module, FusedMoE):
                 self.result["layers"].append(reader.read(name, module))
         self.model = model  # kept: the draft of a release may look at the target
+        if self.job.get("with_paths"):
+            started = time.perf_counter()
+            self._read_paths(role, model, config)
+            seconds = time.perf_counter() - started
+            self.result["timings"][f"{role} paths"] = round(seconds, 3)
+
+    def _read_paths(self, role, model, config):
+        from . import paths
+
+        for path in paths.Reader(role, model, config, self.server_args, self.view).read():
+            error = path["error"]
+            if error is not None:
+                path["error"] = describe_error(f"{role} {path['name']}", error)
+                # What SGLang raises before its dispatch may hang on values that are made up.
+                path["error"]["by_sglang"] &= paths.raised_inside(error, path["name"])
+            self.result["paths"].append(path)
 
     def _speculative_default(self):
         """True when --speculative-moe-runner-backend was not given and follows the main one."""

@@ -11,10 +11,12 @@ class Recorder:
     """Calls into native code, in order, as {"symbol", "file", "line", "function"}."""
 
     active: bool = False
+    stacks: bool = False
     calls: list = field(default_factory=list)
 
-    def start(self):
-        self.active, self.calls = True, []
+    def start(self, stacks=False):
+        """`stacks`: keep with every call the SGLang functions it was made from."""
+        self.active, self.stacks, self.calls = True, stacks, []
 
     def stop(self):
         self.active = False
@@ -24,6 +26,8 @@ class Recorder:
     def note(self, symbol, frame):
         if self.active and len(self.calls) < 400:
             self.calls.append({"symbol": symbol, "at": location(frame)})
+            if self.stacks:
+                self.calls[-1]["stack"] = stack_of(frame)
 
 
 def calling_frame(depth=2):
@@ -41,6 +45,17 @@ def _is_plumbing(filename):
         or "/triton/" in filename
         or "/importlib/" in filename
     )
+
+
+def stack_of(frame, limit=16):
+    """SGLang's functions from a frame outwards: [(name, file, line)]."""
+    stack = []
+    while frame is not None and len(stack) < limit:
+        code = frame.f_code
+        if "/sglang/" in code.co_filename:
+            stack.append((code.co_name, code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return stack
 
 
 def location(frame):

@@ -113,6 +113,14 @@ class StandInType(type):
     def __init__(cls, name, bases, namespace, **kwargs):
         super().__init__(name, bases, namespace)
 
+    def __instancecheck__(cls, instance):
+        """What a package's function gives may be any of its classes."""
+        if type.__instancecheck__(cls, instance):
+            return True
+        given = type(instance)
+        both = given.__dict__.get("is_stand_in") and cls.__dict__.get("is_stand_in")
+        return bool(both) and given.symbol.split(".")[0] == cls.symbol.split(".")[0]
+
     def __repr__(cls):
         return f"<StandIn {cls.symbol}>"
 
@@ -240,10 +248,15 @@ def _result(symbol, tensors, torch):
         return torch.arange(tensors[0].shape[0], device="meta") if tensors else None
     if "workspace" in name and not tensors:
         return 1 << 20
+    if name == "get_num_sms":
+        return torch.cuda.get_device_properties(0).multi_processor_count
     if not tensors:
         return None
     if "scale_interleave" in name:  # FlashInfer gives the swizzled scales back flat
         return torch.empty(tensors[0].numel(), dtype=tensors[0].dtype, device="meta")
+    if "packed_ue8m0" in name:  # DeepGEMM packs four exponents into an integer
+        *rows, columns = tensors[0].shape
+        return torch.empty(*rows, (columns + 3) // 4, dtype=torch.int32, device="meta")
     return torch.empty_like(tensors[0], device="meta")
 
 
@@ -278,6 +291,25 @@ def _read_unpacked(frame):
     return 1
 
 
+class TilelangKernel:
+    """What `tilelang.jit` makes of a function: a call is recorded, and its body never runs."""
+
+    def __init__(self, function):
+        self.__name__ = function.__name__
+        self.symbol = f"tilelang:{function.__module__}.{function.__name__}"
+
+    def __call__(self, *args, **kwargs):
+        """The kernel itself for a call that only gives sizes, as for a factory of kernels."""
+        if not RECORDER.active:
+            return self
+        result = called(self.symbol, args, kwargs)
+        return self if result is None else result
+
+
+def tilelang_jit(function=None, **options):
+    return TilelangKernel if function is None else TilelangKernel(function)
+
+
 # ------------------------------------------------------------------------ modules
 
 
@@ -286,9 +318,16 @@ class StandInModule(types.ModuleType):
 
     __path__ = ()
 
+    def __call__(self, *args, **kwargs):
+        if self.__name__ == "tilelang.jit":  # a package and a decorator
+            return tilelang_jit(*args, **kwargs)
+        raise TypeError(f"module {self.__name__} is not callable")
+
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
+        if self.__name__ == "tilelang" and name == "jit":
+            return tilelang_jit
         if name in _ENUMS and self.__name__.startswith("flashinfer"):
             return _ENUMS[name]
         if self.__name__ == "triton" and name in no_triton.EXPORTS:

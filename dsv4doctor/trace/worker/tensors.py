@@ -34,6 +34,7 @@ _FACTORIES = {
 }
 # Ops whose Python body leads on to the kernel; on meta tensors torch would run only the fake.
 _FOLLOWED = re.compile(r"fused_experts|fused_marlin_moe|fused_moe")
+_FOLLOWED_IN_PATHS = re.compile(r"gemm|scaled_mm|mla|mhc")
 # Namespaces of native extensions.
 _NATIVE = {"sgl_kernel", "_C", "_moe_C", "flashinfer", "sgl_flash_mla", "tilelang"}
 _BODIES = {}
@@ -75,10 +76,18 @@ class Redirect(TorchFunctionMode):
             RECORDER.note("torch.ops." + name.replace("::", "."), calling_frame())
         key = (name if "::" in name else name.replace(".", "::", 1)).split(".")[0]
         body = _BODIES.get(key)
-        if body is None or not _FOLLOWED.search(name):
+        if body is None:
             return False, None
-        with self:
-            return True, body(*args, **kwargs)
+        if _FOLLOWED.search(name):
+            with self:
+                return True, body(*args, **kwargs)
+        if RECORDER.stacks and _FOLLOWED_IN_PATHS.search(name):
+            try:
+                with self:
+                    return True, body(*args, **kwargs)
+            except Exception:  # the op's fake has an answer too
+                return False, None
+        return False, None
 
     def _answer(self, function, tensor, args):
         """(True, value) for a question that has no answer without data."""
@@ -171,3 +180,12 @@ def prepare():
             raise
 
     torch._ops._OpNamespace.__getattr__ = getattr_or_stand_in
+
+    from_dlpack = torch.from_dlpack
+
+    def from_dlpack_or_meta(tensor, **kwargs):
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+            return tensor
+        return from_dlpack(tensor, **kwargs)
+
+    torch.from_dlpack = from_dlpack_or_meta

@@ -1,0 +1,401 @@
+"""The hot paths beside the routed experts: which kernel each reaches, and what chose it.
+
+SGLang's own layers are run once per class of layer, on tensors without memory, with its own
+attention backend and KV pool.  A call belongs to a path by the SGLang functions it was made from.
+"""
+
+import re
+import sys
+
+import torch
+
+from . import forward
+from .attention import REQUESTS, Harness
+from .calls import Calls, chosen, flags_of, inside, maker
+from .serving import call
+from .stand_ins import make
+from .tensors import Redirect
+
+ATTENTION = ("sparse-mla-decode", "sparse-mla-prefill")
+_MLA = re.compile(
+    r"mla|sparse_(decode|prefill|fwd)|swapab|trtllm\w*(decode|prefill)|decode_attention", re.I
+)
+_MLA_HELPER = re.compile(
+    r"metadata|quant|store|split_kv_pages|_split|pack|rope|gather|copy|combine|norm|capab|supports"
+    r"|get_|page_ind|init|meta|topk|view|can_use|reindex|use_sparse|get",
+    re.I,
+)
+_LOGITS = re.compile(r"mqa_logits|indexer_logits|index_logits|fp8_index", re.I)
+_DENSE = re.compile(r"gemm|_mm\b|_mm_|matmul|scaled_mm|bmm|cutlass", re.I)
+_DENSE_HELPER = re.compile(r"quant(?!_matmul)|config|layout|transform|swizzle|interleave", re.I)
+_MHC = re.compile(r"hc_|mhc|sinkhorn", re.I)
+_MHC_HELPER = re.compile(r"prewarm|enabled|_ops$|params|_norm$", re.I)
+
+
+# ------------------------------------------------------------------------ one model
+
+
+class Reader:
+    """Reads one built model's paths off; `found` is a list of plain dicts."""
+
+    def __init__(self, role, model, config, server_args, view):
+        self.role = role
+        self.model = model
+        self.config = config
+        self.server_args = server_args
+        self.view = view
+        self.found = []
+
+    def read(self):
+        _without_warm_up()
+        for names, section in (
+            (("dense-fp8",), self._dense),
+            (("mhc-pre", "mhc-post"), self._mhc),
+            (("kv-cache", *ATTENTION), self._attention),
+        ):
+            try:
+                with torch.device("meta"), Redirect("meta"):
+                    section()
+            except Exception as error:  # one path that cannot be read leaves the others alone
+                for name in names:
+                    self._add(name, (), error=error)
+        if self.role == "main":
+            self._all_reduce()
+        return self.found
+
+    def _add(self, *args, **fields):
+        self.found.append(self._path(*args, **fields))
+
+    def _path(self, name, layers, kernel=None, calls=None, where=None, window=None, **fields):
+        if kernel is not None:
+            fields.setdefault("choice", maker(kernel))
+            fields.setdefault("flags", flags_of(calls, window))
+        elif calls is not None:
+            fields["error"] = calls.error
+            if calls.error is None:
+                fields["reason"] = (
+                    "it came to its end without a kernel that is known as this path's"
+                )
+        return {
+            "name": name,
+            "role": self.role,
+            "layers": list(layers),
+            "choice": fields.get("choice"),
+            "kernel": kernel,
+            "decided_at": where,
+            "flags_consulted": fields.get("flags", []),
+            "reason": fields.get("reason", ""),
+            "detail": fields.get("detail", ""),
+            "error": fields.get("error"),
+        }
+
+    # ---- dense FP8
+
+    def _dense(self):
+        classes = {}
+        for name, module in self.model.named_modules():
+            method = getattr(module, "quant_method", None)
+            weight = getattr(module, "weight", None)
+            if method is None or weight is None or "Linear" not in type(method).__name__:
+                continue
+            if not isinstance(weight, torch.Tensor) or weight.element_size() > 1:
+                continue
+            parameters = tuple(
+                (key, tuple(value.shape), str(value.dtype))
+                for key, value in module.named_parameters(recurse=False)
+            )
+            key = (type(method).__name__, parameters)
+            classes.setdefault(key, []).append((name, module))
+        merged = {}
+        for (method, parameters), modules in classes.items():
+            calls = Calls(lambda module=modules[0][1]: _run_linear(module))
+            window = _in_linear
+            kernel, where = chosen(calls, _DENSE, _DENSE_HELPER, window)
+            shape = dict((name, shape) for name, shape, _ in parameters)["weight"]
+            symbol = kernel["symbol"] if kernel else repr(calls.error)
+            merged.setdefault((method, symbol), []).append((modules, kernel, where, calls, shape))
+        for (method, _), parts in merged.items():
+            names = [name for modules, *_ in parts for name, _ in modules]
+            _, kernel, where, calls, _ = parts[0]
+            shapes = ", ".join(sorted({"x".join(map(str, part[4])) for part in parts}))
+            self._add(
+                "dense-fp8",
+                names,
+                kernel,
+                calls,
+                where,
+                _in_linear,
+                detail=f"{method}; weights {shapes}",
+                **({"choice": _runner(calls)} if kernel and _runner(calls) else {}),
+            )
+
+    # ---- mHC
+
+    def _mhc(self):
+        mixing = [
+            module
+            for module in self.model.modules()
+            if callable(getattr(module, "hc_pre", None)) and hasattr(module, "hc_attn_fn")
+        ]
+        if not mixing:
+            return
+        layer = mixing[0]
+        names = [
+            other for other, module in self.model.named_modules() if type(module) is type(layer)
+        ]
+        hidden = torch.empty(8, layer.hc_mult, self.config.hidden_size, dtype=torch.bfloat16)
+        for path, run in (
+            ("mhc-pre", lambda: _hc_pre(layer, hidden)),
+            ("mhc-post", lambda: _hc_post(layer, hidden)),
+        ):
+            calls = Calls(run)
+            kernel, where = chosen(calls, _MHC, _MHC_HELPER, _in_hc)
+            parts = [_torch_parts(calls)]
+            if getattr(layer, "use_fused_mhc_post_pre", False):
+                parts.append("between layers post and pre are fused into one, which was not run")
+            detail = "; ".join(part for part in parts if part)
+            self._add(path, names, kernel, calls, where, _in_hc, detail=detail)
+
+    # ---- attention, indexer, KV cache
+
+    def _attention(self):
+        classes = {}
+        for name, module in self.model.named_modules():
+            if hasattr(module, "attn_mqa") and hasattr(module, "compress_ratio"):
+                key = (type(module).__name__, module.compress_ratio)
+                classes.setdefault(key, []).append((name, module))
+        if not classes:
+            for path in ATTENTION:
+                reason = "this model's attention is built of classes that a trace does not run"
+                self._add(path, (), reason=reason)
+            return
+        made = []
+        draft = self.role == "draft"
+        calls = Calls(lambda: made.append(Harness(self.server_args, self.view, self.config, draft)))
+        names = [name for modules in classes.values() for name, _ in modules]
+        if not made:
+            for path in ("kv-cache", *ATTENTION):
+                self._add(path, names, calls=calls)
+            return
+        [harness] = made
+        self._kv_cache(harness, names)
+        for modules in classes.values():
+            self._one_class(harness, modules)
+
+    def _one_class(self, harness, modules):
+        """Decode, a short prompt, and a chunk of a long one where that goes another way."""
+        found = {}
+        for kind, tokens in (("decode", REQUESTS), *(("prefill", n) for n in harness.prompts())):
+            for path in self._one_attention(harness, kind, tokens, modules):
+                before = found.get(path["name"])
+                if before is None or before["kernel"] != path["kernel"]:
+                    found[path["name"]] = path
+                    self.found.append(path)
+                elif kind == "prefill":
+                    before["detail"] += f"; {path['detail'].rpartition('; ')[2]} too"
+
+    def _one_attention(self, harness, kind, tokens, modules):
+        names = [name for name, _ in modules]
+        attention = modules[0][1]
+        calls = Calls(lambda: _run_attention(harness, kind, tokens, attention, self.config))
+        size = f"batch of {tokens}" if kind == "decode" else f"{tokens} tokens"
+        if getattr(attention, "indexer", None) is not None:
+            kernel, where = chosen(calls, _LOGITS, re.compile("metadata"), _in_indexer)
+            detail = f"{_width(harness)}; {size}" if kernel else size
+            yield self._path(
+                f"indexer-{kind}", names, kernel, calls, where, _in_indexer, detail=detail
+            )
+        kernel, where = chosen(calls, _MLA, _MLA_HELPER, _in_backend)
+        detail = f"compress ratio {attention.compress_ratio}; {size}"
+        yield self._path(
+            f"sparse-mla-{kind}", names, kernel, calls, where, _in_backend, detail=detail
+        )
+
+    def _kv_cache(self, harness, names):
+        pool = getattr(harness.pool, "swa_kv_pool", None)
+        detail, choice = _layout(harness.pool)
+        self._add(
+            "kv-cache",
+            names,
+            choice=choice,
+            detail=detail,
+            reason="" if pool is not None else "the pool has no window part",
+            flags=["kv_cache_dtype", "page_size"],
+        )
+
+    # ---- all-reduce
+
+    def _all_reduce(self):
+        view, flags = self.view, ["disable_custom_all_reduce"]
+        if view.tp_size == 1:
+            choice, reason = "none", ""
+        elif getattr(view, "disable_custom_all_reduce", False):
+            choice, reason = "nccl", ""
+        else:
+            choice = None
+            reason = (
+                "SGLang asks the GPUs for NVLink and peer access before it takes its custom "
+                "all-reduce; a trace has no topology"
+            )
+        self._add("all-reduce", [], choice=choice, reason=reason, flags=flags)
+
+
+def _layout(pool):
+    """(detail, choice) of a KV pool: bytes and page sizes as it says them itself."""
+    parts = []
+    window = getattr(pool, "swa_kv_pool", None)
+    choice = None
+    if window is not None:
+        buffer = window.kv_buffer[0]
+        width = getattr(window, "kv_cache_total_dim", None)
+        choice = str(getattr(window, "store_dtype", None) or buffer.dtype).removeprefix("torch.")
+        parts.append(f"window: {width} bytes a token, pages of {window.page_size}")
+    for ratio in (4, 128):
+        part = getattr(pool, f"c{ratio}_kv_pool", None)
+        if part is not None and getattr(part, "layer_num", 1):
+            parts.append(
+                f"1 in {ratio}: {getattr(part, 'kv_cache_total_dim', None)} bytes, "
+                f"pages of {part.page_size}"
+            )
+    index = getattr(pool, "c4_indexer_kv_pool", None)
+    if index is not None and getattr(index, "index_k_with_scale_buffer", None):
+        buffer = index.index_k_with_scale_buffer[0]
+        parts.append(f"indexer: {buffer.shape[-1] // index.page_size} bytes a key")
+    dtype = str(getattr(pool, "dtype", "")).removeprefix("torch.")
+    return "; ".join(parts), dtype or choice
+
+
+def _width(harness):
+    """How wide the indexer's logits are."""
+    metadata = getattr(harness.backend.forward_metadata, "indexer_metadata", None)
+    for name in ("max_c4_seq_len", "max_compressed_seq_len"):
+        width = getattr(metadata, name, None)
+        if width is not None:
+            return f"max_seq_len {width} for a context of {harness.context} tokens"
+    return ""
+
+
+def _without_warm_up():
+    """DeepGEMM's wrapper compiles a kernel for every row count before the first call; and what
+    torch would build is recorded like everything else that is compiled at run time."""
+    import torch.utils.cpp_extension as extension
+
+    for name in ("load", "load_inline"):
+        setattr(extension, name, lambda name, *args, **kwargs: make(f"jit:{name}"))
+    for name, module in list(sys.modules.items()):
+        if name.endswith("deep_gemm_wrapper.compile_utils"):
+            module._ENABLE_JIT_DEEPGEMM_PRECOMPILE = False
+
+
+def _run_linear(module):
+    _process(module)
+    dtype = torch.bfloat16
+    size = getattr(module, "input_size_per_partition", None) or module.input_size
+    return module.quant_method.apply(module, torch.empty(forward.TOKENS, size, dtype=dtype))
+
+
+_PROCESSED = set()
+
+
+def _process(module):
+    method = getattr(module, "quant_method", None)
+    if id(module) in _PROCESSED or "Linear" not in type(method).__name__:
+        return
+    _PROCESSED.add(id(module))
+    if hasattr(method, "process_weights_after_loading"):
+        method.process_weights_after_loading(module)
+
+
+def _torch_parts(calls):
+    """SGLang's functions in plain torch operations that a mixing step went through."""
+    names = [entry["symbol"].rsplit(".", 1)[-1] for entry in calls.functions]
+    parts = sorted({name for name in names if name.endswith("_torch_impl")})
+    return f"in part plain torch: {', '.join(parts)}" if parts else ""
+
+
+def _hc_pre(layer, hidden):
+    return call(
+        layer.hc_pre,
+        x=hidden,
+        hc_fn=layer.hc_attn_fn,
+        hc_scale=layer.hc_attn_scale,
+        hc_base=layer.hc_attn_base,
+        norm=layer.input_layernorm,
+    )
+
+
+def _hc_post(layer, hidden):
+    count, mult, size = hidden.shape
+    return call(
+        layer.hc_post,
+        x=torch.empty(count, size, dtype=hidden.dtype),
+        residual=hidden,
+        post=torch.empty(count, mult, dtype=torch.float32),
+        comb=torch.empty(count, mult, mult, dtype=torch.float32),
+    )
+
+
+def _run_attention(harness, kind, tokens, attention, config):
+    for module in attention.modules():
+        _process(module)
+    batch = harness.batch(kind, tokens)
+    harness.prepare(batch)
+    with harness.context_of(batch):
+        return call(
+            attention.forward,
+            x=torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16),
+            positions=batch.positions,
+            forward_batch=batch,
+        )
+
+
+def _runner(calls):
+    """The FP8 GEMM runner that a quant method called, by the name of SGLang's function."""
+    for entry in calls.functions:
+        name = entry["symbol"].rsplit(".", 1)[-1]
+        match = re.match(r"(\w+?)_(?:w8a8|mxfp8|fp8)\w*linear", name)
+        if match and _in_linear(entry):
+            return match[1].replace("deepgemm", "deep_gemm")
+    return None
+
+
+def _in_linear(entry):
+    return inside(entry, names="apply")
+
+
+def _in_hc(entry):
+    return inside(entry, names="hc_pre|hc_post")
+
+
+def _in_indexer(entry):
+    return inside(entry, names=r"forward_c4_indexer|forward_\w*indexer\w*")
+
+
+_BACKEND_FILES = tuple(
+    f"layers/attention/deepseek_v4{name}_backend.py" for name in ("", "_trtllm", "_mega")
+)
+
+
+def _in_backend(entry):
+    if inside(entry, names=r"init_forward_metadata\w*|_build_forward_metadata"):
+        return None
+    entry_point = inside(
+        entry,
+        names="_?forward(_attention|_prefill_sparse\\w*|_trtllm|_mega\\w*)?",
+        files=_BACKEND_FILES,
+    )
+    dispatcher = inside(entry, names=r"flash_mla_with_kvcache\w*")
+    return dispatcher or entry_point
+
+
+def raised_inside(error, path):
+    """True when an exception came out of the path's own dispatch."""
+    window = {"dense-fp8": _in_linear, "mhc-pre": _in_hc, "mhc-post": _in_hc}.get(path)
+    if window is None:
+        window = _in_indexer if path.startswith("indexer") else _in_backend
+    trace, stack = error.__traceback__, []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        stack.insert(0, (code.co_name, code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return window({"stack": stack}) is not None
