@@ -25,7 +25,6 @@ class File:
     mode: int = 0o644
     link: str | None = None
     """Where it points, for a symbolic link; `content` is then what it points at."""
-    hard_links: int = 1
     owner: tuple[int, int] | None = None
 
     @property
@@ -48,13 +47,14 @@ def read(path: Path) -> File | None:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        return None
     with os.fdopen(handle, "rb") as source:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            return None
         mode = stat.S_IMODE(status.st_mode)
         owner = (status.st_uid, status.st_gid)
-        return File(source.read(), mode, link, status.st_nlink, owner)
+        return File(source.read(), mode, link, owner)
 
 
 def stage(path: Path, file: File) -> Path:

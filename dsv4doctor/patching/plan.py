@@ -112,6 +112,16 @@ def make(
     return Plan(_renewed(steps, wish.held, applied, differing), tuple(applied), contents)
 
 
+def carried_out(planned: Plan) -> Plan:
+    """The plan once it is done."""
+    done = (Status.PLANNED, Status.RENEWED)
+    steps = (
+        replace(step, status=Status.APPLIED) if step.status in done else step
+        for step in planned.steps
+    )
+    return replace(planned, steps=tuple(steps))
+
+
 def _decoded(bases: Mapping[str, bytes]) -> tuple[dict[str, text.Text], dict[str, str]]:
     """The texts, and why a file has none."""
     texts: dict[str, text.Text] = {}
@@ -179,10 +189,12 @@ def _renewed(
 ) -> tuple[Step, ...]:
     """Steps that are in, marked where what is in is not what would be written now."""
     new = {file for step in steps if step.status is Status.PLANNED for file in _files(step)}
+    written = {file for step in steps for file in _files(step)}
 
     def marked(step: Step) -> Step:
         same_choice = not {one for one in applied if one.id == step.fix.id} - set(held)
-        as_written = not any(file in differing - new for file in _files(step))
+        files = {*_files(step), *(set(step.fix.files) - written)}
+        as_written = not files & (differing - new)
         if step.status is not Status.APPLIED or (same_choice and as_written):
             return step
         return replace(step, status=Status.RENEWED)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from dsv4doctor.errors import PatchRefusedError
@@ -79,5 +78,5 @@ def undo(store: Store, seen: View, done: Journal | None) -> None:
     for name, old in seen.files.items():
         now = disk.read(Path(store.tree.root) / name)
         if now is not None and (now.sha256, now.link) != (old.sha256, old.link):
-            writes.append(Write(name, now, replace(old, hard_links=1)))
+            writes.append(Write(name, now, old))
     carry_out(store, journal, before, "revert", writes)

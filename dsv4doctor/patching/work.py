@@ -169,14 +169,24 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
         now = "without any fix" if unproved else "as it was"
         said = f"taken back, the tree is {now}: the proof failed"
         return replace(draft.outcome, exit_code=4, said=said, proof=proof, journal=None)
+    notes = [*draft.outcome.notes, *_needed_next(planned, after)]
     if done is not None:
         done = replace(done, settled=replace(done.settled, proved=True))
-        job.store.save(done)
+        try:
+            job.store.save(done)
+        except OSError as error:
+            notes.append(f"{job.store.path}: the proof could not be noted ({error.strerror})")
     count = len(draft.outcome.changes)
     ids = ", ".join(fix.id for fix in to_prove) or "no fix"
     said = f"{ids} in, {count} file{'s' if count != 1 else ''} changed, proved by trace"
-    notes = (*draft.outcome.notes, *_needed_next(planned, after))
-    return replace(draft.outcome, said=said, proof=proof, journal=done, notes=notes)
+    return replace(
+        draft.outcome,
+        said=said,
+        plan=plan.carried_out(planned),
+        proof=proof,
+        journal=done,
+        notes=tuple(notes),
+    )
 
 
 def _facts_without(job: Job, bases: Mapping[str, bytes]) -> Facts:
