@@ -24,7 +24,7 @@ def scripts(plan: Plan) -> dict[str, str]:
 
 def env_file(plan: Plan) -> str:
     """NAME=VALUE lines: for a shell, systemd and docker alike."""
-    lines = [*_head(plan, "shared by every server of the plan"), *reasons(plan.shared)]
+    lines = [*head(plan, "shared by every server of the plan"), *reasons(plan.shared)]
     lines.append(f"MODEL_PATH={plain_value(plan.model)}")
     lines += [f"{one.name}={plain_value(one.values[0])}" for one in plan.shared]
     return "\n".join(lines) + "\n"
@@ -48,13 +48,14 @@ def binding(server: Server) -> tuple[str, ...]:
     return ("numactl", f"--cpunodebind={nodes}", f"--membind={nodes}")
 
 
-def _head(plan: Plan, what: str) -> list[str]:
+def head(plan: Plan, what: str) -> list[str]:
+    """The comment at the top of a file."""
     lines = [
         f"# {plan.model_name} on SGLang {plan.release} for {plan.arch.name}: {what}.",
         "# Written by dsv4doctor plan.",
     ]
     for problem in plan.problems:
-        lines.append(f"# NOT SOUND: {problem}")
+        lines.append(f"# NOT SOUND: {' '.join(problem.split())}")
     return lines
 
 
@@ -62,7 +63,7 @@ def _server(plan: Plan, server: Server) -> str:
     bound = [f"# {' '.join(binding(server))}: next to its GPUs"] if server.bind else []
     lines = [
         "#!/usr/bin/env bash",
-        *_head(plan, f"the {server.part.value} side" if plan.is_pair else "one server"),
+        *head(plan, f"the {server.part.value} side" if plan.is_pair else "one server"),
         *reasons(server.environment),
         *bound,
         *reasons(server.flags),
@@ -83,7 +84,7 @@ def _router(plan: Plan) -> str:
     assert plan.router is not None
     lines = [
         "#!/usr/bin/env bash",
-        *_head(plan, "the router in front of the prefill and the decode side"),
+        *head(plan, "the router in front of the prefill and the decode side"),
         *reasons(plan.router.flags),
         "set -euo pipefail",
         "",

@@ -1,0 +1,199 @@
+"""A plan as a Compose file, or as Kubernetes objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dsv4doctor.planning.layout import Plan, Server, Setting
+from dsv4doctor.planning.scripts import ENV_FILE, binding, env_file, head, reasons
+from dsv4doctor.planning.yaml_text import yaml_text
+
+_INSIDE = "/models/dsv4"
+"""Where containers see a model that is a folder of the host."""
+_READY_SECONDS = 3600
+"""For a server to load its weights and capture its graphs."""
+
+
+def image_of(release: str) -> str:
+    """SGLang's own image of a release."""
+    return f"lmsysorg/sglang:v{release}"
+
+
+def compose(plan: Plan, image: str) -> dict[str, str]:
+    """File name -> text."""
+    services: dict[str, Any] = {
+        server.part.value: _compose_server(plan, server, image) for server in plan.servers
+    }
+    if plan.router is not None:
+        services["router"] = {
+            "image": image,
+            "network_mode": "host",
+            "restart": "unless-stopped",
+            "command": [_escaped(word) for word in _router_words(plan)],
+            "depends_on": [server.part.value for server in plan.servers],
+        }
+    text = yaml_text({"services": services})
+    env = env_file(plan) if not _is_folder(plan) else env_file(_seen_inside(plan))
+    return {ENV_FILE: env, "compose.yaml": "\n".join([*_comments(plan), text])}
+
+
+def _compose_server(plan: Plan, server: Server, image: str) -> dict[str, Any]:
+    devices = {
+        "driver": "nvidia",
+        "device_ids": [str(gpu.index) for gpu in server.gpus],
+        "capabilities": ["gpu"],
+    }
+    service: dict[str, Any] = {
+        "image": image,
+        "network_mode": "host",
+        "ipc": "host",
+        "restart": "unless-stopped",
+        "ulimits": {"memlock": -1, "stack": 67108864},
+        "env_file": [ENV_FILE],
+        "command": [_escaped(word) for word in _words(plan, server)],
+        "deploy": {"resources": {"reservations": {"devices": [devices]}}},
+    }
+    if server.bind:
+        service["cap_add"] = ["SYS_NICE"]  # set_mempolicy, which numactl calls
+    if _is_folder(plan):
+        service["volumes"] = [f"{_escaped(plan.model)}:{_INSIDE}:ro"]
+    return service
+
+
+def _escaped(text: str) -> str:
+    """Compose replaces variables."""
+    return text.replace("$", "$$")
+
+
+# ------------------------------------------------------------------------------ Kubernetes
+
+
+def kubernetes(plan: Plan, image: str) -> dict[str, str]:
+    """File name -> text.
+
+    One pod: the sides talk over its loopback.  The kubelet gives each container GPUs of its own;
+    with the Topology Manager's policy single-numa-node and scope container they are those of one
+    NUMA node, and the CPUs with them.
+    """
+    name = "dsv4"
+    labels = {"app": name}
+    seen = _seen_inside(plan) if _is_folder(plan) else plan
+    containers = [_container(seen, server, image) for server in plan.servers]
+    if plan.router is not None:
+        containers.append(
+            {
+                "name": "router",
+                "image": image,
+                "command": _router_words(plan, "0.0.0.0"),
+                "ports": [{"name": "http", "containerPort": plan.router.port}],
+            }
+        )
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    if _is_folder(plan):
+        volumes.append({"name": "model", "hostPath": {"path": plan.model, "type": "Directory"}})
+    pod = {
+        "metadata": {"labels": labels},
+        "spec": {"containers": containers, "volumes": volumes, "restartPolicy": "Always"},
+    }
+    variables = {"MODEL_PATH": seen.model, **_plain(plan.shared)}
+    objects: list[dict[str, Any]] = [
+        _object("v1", "ConfigMap", f"{name}-env", {"data": variables}),
+        _object(
+            "apps/v1",
+            "Deployment",
+            name,
+            {
+                "spec": {
+                    "replicas": 1,
+                    # Two pods at a time would want twice the GPUs.
+                    "strategy": {"type": "Recreate"},
+                    "selector": {"matchLabels": labels},
+                    "template": pod,
+                }
+            },
+        ),
+        _object(
+            "v1",
+            "Service",
+            name,
+            {
+                "spec": {
+                    "selector": labels,
+                    "ports": [{"name": "http", "port": 8000, "targetPort": "http"}],
+                }
+            },
+        ),
+    ]
+    text = "---\n".join(yaml_text(one) for one in objects)
+    return {"dsv4.yaml": "\n".join([*_comments(plan), text])}
+
+
+def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **rest}
+
+
+def _container(plan: Plan, server: Server, image: str) -> dict[str, Any]:
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if plan.model == _INSIDE:
+        mounts.append({"name": "model", "mountPath": _INSIDE})
+    count = str(len(server.gpus))
+    service = server.ports.service
+    container: dict[str, Any] = {
+        "name": server.part.value,
+        "image": image,
+        "command": _words(plan, server, bound=False, host=None if plan.is_pair else "0.0.0.0"),
+        "envFrom": [{"configMapRef": {"name": "dsv4-env"}}],
+        "resources": {"limits": {"nvidia.com/gpu": count}},
+        "volumeMounts": mounts,
+    }
+    if not plan.is_pair:
+        container["ports"] = [{"name": "http", "containerPort": service}]
+        container["startupProbe"] = {
+            "httpGet": {"path": "/health", "port": service},
+            "periodSeconds": 10,
+            "failureThreshold": _READY_SECONDS // 10,
+        }
+    return container
+
+
+# ------------------------------------------------------------------------------ commands
+
+
+def _words(plan: Plan, server: Server, bound: bool = True, host: str | None = None) -> list[str]:
+    """The server's command; the container has the GPUs that it is given and no others."""
+    model = _INSIDE if _is_folder(plan) else plan.model
+    words = [*(binding(server) if bound else ()), "python3", "-m", "sglang.launch_server"]
+    words += ["--model-path", model]
+    for flag in server.flags:
+        words += (flag.name, host) if host and flag.name == "--host" else flag.words
+    return words
+
+
+def _router_words(plan: Plan, host: str | None = None) -> list[str]:
+    assert plan.router is not None
+    words = ["python3", "-m", "sglang_router.launch_router"]
+    for flag in plan.router.flags:
+        words += (flag.name, host) if host and flag.name == "--host" else flag.words
+    return words
+
+
+def _is_folder(plan: Plan) -> bool:
+    return plan.model.startswith("/")
+
+
+def _seen_inside(plan: Plan) -> Plan:
+    return replace(plan, model=_INSIDE)
+
+
+def _plain(settings: tuple[Setting, ...]) -> dict[str, str]:
+    return {one.name: one.values[0] for one in settings}
+
+
+def _comments(plan: Plan) -> list[str]:
+    lines = head(plan, "all of it")
+    for server in plan.servers:
+        lines += [f"# {server.part.value}:", *reasons(server.flags, "#  ")]
+    if plan.router is not None:
+        lines += ["# router:", *reasons(plan.router.flags, "#  ")]
+    return lines

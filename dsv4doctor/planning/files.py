@@ -1,0 +1,58 @@
+"""Writes a plan's files: all of them, or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsv4doctor.errors import UsageError
+
+_HINT = "give another folder with --out"
+
+
+def check_folder(out: Path, names: tuple[str, ...] = (), force: bool = False) -> None:
+    """UsageError for a folder that cannot be written, before the work is done, and for `names`
+    that are there already without `force`."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: not a folder", _HINT)
+    holder = out
+    while not holder.exists():
+        if holder.parent == holder:
+            raise UsageError(f"--out {out}: no such place", _HINT)
+        holder = holder.parent
+    if not holder.is_dir() or not os.access(holder, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: {holder} cannot be written", _HINT)
+    there = [name for name in names if os.path.lexists(out / name)]
+    if there and not force:
+        raise UsageError(
+            f"--out {out}: {', '.join(sorted(there))} already there",
+            "write over with --force, or give another folder",
+        )
+
+
+def write(out: Path, files: Mapping[str, str], force: bool) -> None:
+    """Each file appears whole; scripts may be run.  UsageError where one cannot be written."""
+    check_folder(out, tuple(files), force)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            _place(out / name, text)
+    except OSError as error:
+        named = error.filename or out
+        raise UsageError(f"{named}: cannot be written ({error.strerror})", _HINT) from error
+
+
+def _place(target: Path, text: str) -> None:
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(scratch, "x", encoding="utf-8") as file:
+            file.write(text)
+            if target.suffix == ".sh":
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(scratch, 0o777 & ~umask)
+        os.replace(scratch, target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,53 @@
+"""A proved plan as files, by kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsv4doctor.monitoring.files import GRAFANA, PROMETHEUS, grafana, prometheus
+from dsv4doctor.monitoring.metrics import read_metrics
+from dsv4doctor.planning.containers import compose, image_of, kubernetes
+from dsv4doctor.planning.layout import INSIDE, Plan
+from dsv4doctor.planning.scripts import ENV_FILE, scripts
+from dsv4doctor.planning.systemd import units
+
+KINDS = ("scripts", "systemd", "compose", "k8s")
+
+
+def files(plan: Plan, kind: str, root: Path, image: str | None) -> dict[str, str]:
+    """File name -> text; `root` holds the plan's SGLang, whose metrics are read."""
+    image = image or image_of(plan.release)
+    if kind == "systemd":
+        found = units(plan)
+    elif kind == "compose":
+        found = compose(plan, image)
+    elif kind == "k8s":
+        found = kubernetes(plan, image)
+    else:
+        found = scripts(plan)
+    return {
+        **found,
+        PROMETHEUS: prometheus(_endpoints(plan)),
+        GRAFANA: grafana(read_metrics(root), f"SGLang, {plan.model_name}"),
+    }
+
+
+def names(pair: bool, kind: str) -> tuple[str, ...]:
+    """The names of the files that there will be."""
+    parts = ("prefill", "decode", "router") if pair else ("server",)
+    own = {
+        "systemd": [f"dsv4-{part}.service" for part in parts] + [ENV_FILE],
+        "compose": ["compose.yaml", ENV_FILE],
+        "k8s": ["dsv4.yaml"],
+    }.get(kind, [f"{part}.sh" for part in parts] + [ENV_FILE])
+    return (*own, PROMETHEUS, GRAFANA)
+
+
+def _endpoints(plan: Plan) -> list[tuple[str, str]]:
+    found = [
+        (f"sglang-{server.part.value}", f"{INSIDE}:{server.ports.service}")
+        for server in plan.servers
+    ]
+    if plan.router is not None:
+        found.append(("sglang-router", f"{INSIDE}:{plan.router.metrics_port}"))
+    return found
