@@ -1,5 +1,10 @@
 """Errors that the command line turns into one line and a way out."""
 
+import re
+
+_LONG_WORD = re.compile(r"\S{301,}")
+_LONGEST = 2000
+
 
 class DoctorError(Exception):
     """Something that stops the run; `message` names the file or flag, `hint` the way out.
@@ -12,8 +17,14 @@ class DoctorError(Exception):
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = shortened(message)
+        self.hint = None if hint is None else shortened(hint)
+
+
+def shortened(text: str) -> str:
+    """`text` with very long words cut in the middle, and at its end where it is long itself."""
+    words = _LONG_WORD.sub(lambda match: f"{match[0][:200]}...{match[0][-60:]}", text)
+    return words if len(words) <= _LONGEST else words[:_LONGEST] + "..."
 
 
 class UsageError(DoctorError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4doctor.errors import UsageError
-from dsv4doctor.terminal import check_writable, deliver, say
+from dsv4doctor.terminal import check_writable, deliver, say, width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -336,7 +337,7 @@ def _write(text: str, output: Path | None) -> None:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table; as wide as it needs to be when the output is not a terminal."""
+    """A plain table; without a terminal as wide as COLUMNS says, or 200."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -346,7 +347,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    is_terminal = sys.stdout.isatty()
+    columns = width(is_terminal) if is_terminal or "COLUMNS" in os.environ else 200
+    console = Console(file=sys.stdout, width=columns)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

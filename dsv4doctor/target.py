@@ -23,6 +23,7 @@ from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
 from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.facts.tree import read_tree
 from dsv4doctor.launch import from_arguments, read_script
+from dsv4doctor.launch_limits import check_limits
 from dsv4doctor.models import (
     ARCHS,
     Arch,
@@ -96,11 +97,14 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     environment = usable_environment(saved.environment) if saved else dict(os.environ)
     launch = _launch(options, saved, environment)
     _refuse_unknown(launch)
+    check_limits(launch)
     notes += launch.notes
     # What is cheap and most often missing is asked for first.
+    kept = saved.checkpoint if saved is not None and options.model is None else None
+    if kept is None and launch.model is None:
+        raise _no_model(options, launch)
     gpus = saved.gpu if saved else read_gpus()
     arch, arch_source, gpu = _arch(options, gpus, saved is not None, launch, notes)
-    kept = saved.checkpoint if saved is not None and options.model is None else None
     if kept is None:
         model_path = _model_path(options, launch, environment)
     else:
@@ -240,11 +244,21 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 def _model_path(options: Options, launch: Launch, environment: Mapping[str, str]) -> Path:
     """The folder of the launch's model on this machine."""
     if launch.model is None:
-        raise UsageError(
-            f"{launch.source}: names no model" if options.launch else "no MODEL given",
-            "give a checkpoint folder or a Hugging Face id: dsv4doctor check MODEL",
-        )
+        raise _no_model(options, launch)
     return resolve_model(launch.model, {**environment, **launch.environment})
+
+
+def _no_model(options: Options, launch: Launch) -> UsageError:
+    if options.launch is not None:
+        return UsageError(
+            f"{launch.source}: names no model that can be known here",
+            "give it as MODEL: a checkpoint folder or a Hugging Face id",
+        )
+    return UsageError(
+        "no MODEL and no --launch given",
+        "give a checkpoint folder or a Hugging Face id (dsv4doctor check MODEL), or the script "
+        "that starts the server (--launch serve.sh)",
+    )
 
 
 def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:

@@ -41,6 +41,7 @@ _PLATFORMS = tuple(
 )
 _MAX_UNPACKED_BYTES = 4 << 30
 _MAX_MEMBERS = 200_000
+_NO_ROOM_BYTES = 1 << 20
 _ABANDONED_SECONDS = 24 * 3600
 _SCRATCH_PREFIX = ".incomplete-"
 _SIZE = re.compile(r"Downloading \S*sglang-\S+\.whl (?:\S+ )?\((\d+(?:\.\d+)?) ([kMG]?B)\)")
@@ -98,7 +99,8 @@ def fetch_tree(
         _check(unpacked, name)
         _publish(unpacked, target)
     except OSError as error:
-        raise UndeterminedError(f"{target}: cannot be unpacked ({error.strerror})") from error
+        hint = "make room there, or set DSV4DOCTOR_CACHE to another folder"
+        raise UndeterminedError(f"{target}: cannot be unpacked ({error.strerror})", hint) from error
     finally:
         _remove(scratch)
     return read_tree(target, origin="wheel")
@@ -188,7 +190,20 @@ def _download(version: str, scratch: Path, progress: Progress | None, python: st
             return wheels[0]
         if "No matching distribution" not in output:
             break
+    if _is_full(scratch, output):
+        raise UndeterminedError(
+            f"SGLang {version} could not be fetched: no space left in {scratch.parent}",
+            "make room there, or set DSV4DOCTOR_CACHE to a folder with some 300 MB free",
+        )
     raise _explain(version, output, python)
+
+
+def _is_full(folder: Path, output: str) -> bool:
+    """True where pip failed for want of space; on a full disk it cannot even say so."""
+    said = any(text in output for text in ("No space left on device", "Disk quota exceeded"))
+    with contextlib.suppress(OSError):
+        return said or shutil.disk_usage(folder).free < _NO_ROOM_BYTES
+    return said
 
 
 def _run_pip(

@@ -303,7 +303,7 @@ def test_script_with_several_commands(
 
 
 _USAGE: dict[str, tuple[tuple[str, ...], str]] = {
-    "no model": (("check", "--arch", "sm_120"), "no MODEL given"),
+    "no model": (("check", "--arch", "sm_120"), "no MODEL and no --launch given"),
     "absent model": (("check", "no-such/model", "--arch", "sm_120"), "no-such/model"),
     "arch": (("check", "m", "--arch", "sm_999"), "--arch"),
     "flag without --": (("check", "m", "--tp", "4"), "go after `--`"),

@@ -149,7 +149,7 @@ def test_full_standard_error_changes_nothing(tmp_path: Path, command: str) -> No
 
 def test_an_error_as_json_into_a_full_standard_output(tmp_path: Path) -> None:
     done = _shell("$D trace-moe --format json --arch sm_120 >/dev/full", tmp_path)
-    _refused(done, "no MODEL given")
+    _refused(done, "no MODEL and no --launch given")
 
 
 def test_ascii_output_takes_any_text(tmp_path: Path) -> None:

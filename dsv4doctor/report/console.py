@@ -25,12 +25,14 @@ from dsv4doctor.models import (
     Location,
     Outcome,
     Report,
+    Role,
     Run,
     Severity,
     Step,
     Trace,
     Verdict,
 )
+from dsv4doctor.report.paths import path_parts
 from dsv4doctor.terminal import harmless
 
 WIDE = 160
@@ -88,8 +90,9 @@ def render_check(report: Report, width: int, color: bool, *, verbose: bool, why:
 
 
 def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
-    """The layers only."""
+    """The layers, and the other hot paths that were traced."""
     parts: list[RenderableType] = [_header(report.facts), Text(), *_layers(report.facts, width)]
+    parts += path_parts(report.facts.trace)
     if why:
         parts += [Text(), *_path(report.facts.trace)]
     if verbose:
@@ -110,6 +113,20 @@ def summary(report: Report) -> str:
     found = ", ".join(said) if said else "no findings"
     accepted = len(report.gate.accepted)
     return f"{found}, {accepted} accepted" if accepted else found
+
+
+def layer_summary(report: Report) -> str:
+    """The layers' verdicts counted, in one line."""
+    trace = report.facts.trace
+    layers = trace.layers if trace else ()
+    counts = Counter((layer.role, layer.verdict) for layer in layers)
+    said = [
+        f"{counts[role, verdict]} {role.value} {verdict.value}"
+        for role in Role
+        for verdict in Verdict
+        if counts[role, verdict]
+    ]
+    return f"layers: {', '.join(said)}" if said else "no layers"
 
 
 @dataclass(frozen=True)
@@ -203,7 +220,9 @@ def _layers(facts: Facts, width: int) -> Iterator[RenderableType]:
         for layers in ranges:
             yield from _block(layers)
     for error in trace.errors:
-        yield Text(f"  {error.phase}: stops with {error.type}", style="bold red")
+        said = error.message.strip().partition("\n")[0][:300]
+        text = f"{error.phase}: stops with {error.type}{f': {said}' if said else ''}"
+        yield Padding(Text(text, style="bold red", overflow="fold"), (0, 0, 0, 2))
     for text in trace.unresolved:
         yield Padding(Text(f"not determined: {text}", style="yellow"), (0, 0, 0, 2))
 
