@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dsv4doctor.models import Facts, Layer, Location, Trace
+from dsv4doctor.models import Facts, HotPath, Layer, Location, Trace
 
 Sources = Mapping[str, str]
 """File, relative to the tree's root ("sglang/srt/...py") -> its text; absent files are left out."""
@@ -100,3 +100,5 @@ class Fix:
     verified_by: str
     """How it is verified, in one line."""
     examples: tuple[Example, ...] = ()
+    changes_path: Callable[[HotPath], bool] = lambda path: False
+    """Likewise for a hot path beside the routed experts."""

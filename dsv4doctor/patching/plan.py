@@ -207,8 +207,11 @@ def _files(step: Step) -> tuple[str, ...]:
 
 
 def _layers(fix: Fix, facts: Facts | None) -> tuple[str, ...]:
-    layers = facts.trace.layers if facts is not None and facts.trace is not None else ()
+    if facts is None or facts.trace is None:
+        return ()
     try:
-        return tuple(layer.name for layer in layers if fix.changes(layer))
+        layers = [layer.name for layer in facts.trace.layers if fix.changes(layer)]
+        paths = [path.name for path in facts.trace.paths if fix.changes_path(path)]
+        return (*layers, *paths)
     except Exception:
         return ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dsv4doctor.audit import Settings, audit
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.fixes.fix import Fix
-from dsv4doctor.models import Facts, Layer, SglangTree, Trace
+from dsv4doctor.models import Facts, HotPath, Layer, SglangTree, Trace
 from dsv4doctor.target import Target
 
 Progress = Callable[[str], None]
@@ -16,12 +16,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LayerChange:
-    """A layer that came out otherwise than before, or was meant to."""
+    """A layer or hot path that came out otherwise than before, or was meant to."""
 
     name: str
     role: str
     before: str | None
-    """Quant method, runner, kernel and verdict; None: the layer was not built."""
+    """Quant method and runner, kernel and verdict; None: it was not built."""
     after: str | None
     fixes: tuple[str, ...]
     """The fixes that mean to change it; empty: none does."""
@@ -33,7 +33,7 @@ class Proof:
     problems: tuple[str, ...]
     """Empty: it holds."""
     unchanged: int = 0
-    """Layers that came out as before."""
+    """Layers and hot paths that came out as before."""
 
 
 def modules_of(files: Iterable[str]) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def facts_of(
 
     Raises UndeterminedError when one does not import.
     """
-    chosen = replace(settings, alternatives=False, modules=modules_of(files))
+    chosen = replace(settings, alternatives=False, with_paths=True, modules=modules_of(files))
     return audit(replace(target, tree=tree), chosen, progress).facts
 
 
@@ -73,27 +73,87 @@ def prove(
 
 
 def compare(before: Facts, after: Trace, fixes: Sequence[Fix]) -> Proof:
-    """`after` against the trace in `before`: what `fixes` mean to change, and all the rest."""
-    old = before.trace.layers if before.trace is not None else ()
-    pairs = _paired(old, after.layers)
-    failed_before = {error.phase.split()[0] for error in _errors(before.trace)}
+    """`after` against the trace in `before`: what `fixes` mean to change, and all the rest.
+
+    A layer or path that was not built before may appear where its model stopped with an error.
+    """
+    old = before.trace
+    failed = {error.phase.split()[0] for error in _errors(old)}
     changes: list[LayerChange] = []
     problems: list[str] = []
-    for name, (was, now) in pairs.items():
-        meant = tuple(fix.id for fix in fixes if was is not None and fix.changes(was))
-        role = (was or now or old[0]).role.value
-        if _essence(was) == _essence(now):
-            if not meant:
-                continue
-        elif not meant and not (was is None and role in failed_before):
-            problems.append(f"{name} changed, and no fix means to change it")
-        changes.append(LayerChange(name, role, _shown(was), _shown(now), meant))
-        if now is None:
-            problems.append(f"{name} is no longer built")
-    problems += _new_errors(before.trace, after)
+    pairs = _pairs(old, after, fixes)
+    for pair in pairs:
+        if pair.was == pair.now and not pair.meant:
+            continue
+        if pair.was != pair.now and not pair.meant and (pair.was or pair.role not in failed):
+            problems.append(f"{pair.role} {pair.name} changed, and no fix means to change it")
+        if pair.now is None:
+            problems.append(f"{pair.role} {pair.name} is no longer built")
+        before_it, after_it = (end.shown if end else None for end in (pair.was, pair.now))
+        changes.append(LayerChange(pair.name, pair.role, before_it, after_it, pair.meant))
+    problems += _new_errors(old, after)
     for fix in fixes:
         problems += [f"{fix.id}: {text}" for text in _verified(fix, before, after)]
     return Proof(tuple(changes), tuple(dict.fromkeys(problems)), len(pairs) - len(changes))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What counts of a layer or path; lines move when a file is patched, and do not count."""
+
+    shown: str
+    kernel: str | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _Pair:
+    role: str
+    name: str
+    was: _Seen | None
+    now: _Seen | None
+    meant: tuple[str, ...]
+    """The fixes that mean to change it."""
+
+
+def _pairs(old: Trace | None, new: Trace, fixes: Sequence[Fix]) -> list[_Pair]:
+    """The layers and paths of both traces, in order."""
+    was, now = _things(old), _things(new)
+    pairs = []
+    for role, name in {**was, **now}:
+        one, other = was.get((role, name)), now.get((role, name))
+        meant = tuple(fix.id for fix in fixes if one is not None and _means(fix, one))
+        pairs.append(_Pair(role, name, _seen(one), _seen(other), meant))
+    return pairs
+
+
+def _things(trace: Trace | None) -> dict[tuple[str, str], Layer | HotPath]:
+    if trace is None:
+        return {}
+    found: dict[tuple[str, str], Layer | HotPath] = {}
+    for layer in trace.layers:
+        found[layer.role.value, layer.name] = layer
+    for path in trace.paths:
+        where = f" of {path.layers[0]}" if path.layers else ""
+        found[path.role.value, path.name + where] = path
+    return found
+
+
+def _means(fix: Fix, thing: Layer | HotPath) -> bool:
+    return fix.changes(thing) if isinstance(thing, Layer) else fix.changes_path(thing)
+
+
+def _seen(thing: Layer | HotPath | None) -> _Seen | None:
+    if thing is None:
+        return None
+    if isinstance(thing, Layer):
+        choice = f"{thing.quant_method}" + (f"/{thing.runner_backend}" * bool(thing.runner_backend))
+    else:
+        choice = thing.choice or "unknown"
+    kernel = thing.kernel.symbol if thing.kernel else None
+    error = f"{thing.error.type}: {thing.error.message}" if thing.error else None
+    called = kernel.rpartition(".")[2] if kernel else "no kernel"
+    return _Seen(f"{choice}, {called}: {thing.verdict.value}", kernel, error)
 
 
 def _verified(fix: Fix, before: Facts, after: Trace) -> tuple[str, ...]:
@@ -101,32 +161,6 @@ def _verified(fix: Fix, before: Facts, after: Trace) -> tuple[str, ...]:
         return fix.verify(before, after)
     except Exception as error:
         return (f"its check failed: {type(error).__name__}: {error}",)
-
-
-def _paired(
-    old: Sequence[Layer], new: Sequence[Layer]
-) -> dict[str, tuple[Layer | None, Layer | None]]:
-    """Layers by role and name, in order."""
-    was = {(layer.role, layer.name): layer for layer in old}
-    now = {(layer.role, layer.name): layer for layer in new}
-    return {f"{key[0].value} {key[1]}": (was.get(key), now.get(key)) for key in {**was, **now}}
-
-
-def _essence(layer: Layer | None) -> object:
-    """What counts as a change; lines move when a file is patched, and do not."""
-    if layer is None:
-        return None
-    error = (layer.error.type, layer.error.message) if layer.error else None
-    kernel = layer.kernel.symbol if layer.kernel else None
-    return (layer.quant_method, layer.runner_backend, kernel, layer.verdict, error)
-
-
-def _shown(layer: Layer | None) -> str | None:
-    if layer is None:
-        return None
-    runner = f"/{layer.runner_backend}" if layer.runner_backend else ""
-    kernel = layer.kernel.symbol.rpartition(".")[2] if layer.kernel else "no kernel"
-    return f"{layer.quant_method}{runner}, {kernel}: {layer.verdict.value}"
 
 
 def _errors(trace: Trace | None) -> list[_Error]:

@@ -276,7 +276,7 @@ def _proved(proof: Proof) -> Iterator[RenderableType]:
         yield Padding(Text(f"before: {change.before or 'not built'}"), (0, 0, 0, 4))
         yield Padding(Text(f"after:  {change.after or 'not built'}"), (0, 0, 0, 4))
     if proof.unchanged:
-        yield _indented(f"{proof.unchanged} other layers came out as before")
+        yield _indented(f"{proof.unchanged} other layers and paths came out as before")
 
 
 def _folded(changes: Sequence[LayerChange]) -> list[tuple[list[str], LayerChange]]:
@@ -285,5 +285,5 @@ def _folded(changes: Sequence[LayerChange]) -> list[tuple[list[str], LayerChange
     for change in changes:
         key = (change.role, change.before, change.after, change.fixes)
         names = groups.setdefault(key, ([], change))[0]
-        names.append(change.name.partition(" ")[2])
+        names.append(change.name)
     return list(groups.values())
