@@ -33,6 +33,8 @@ from dsv4doctor.rules import (
     numa_binding,
     nvcc_too_old,
     package_pins,
+    pair_without_metrics,
+    parsers_of_family,
     pcie_link_reduced,
     pcie_peer_access,
     pd_apart,
@@ -90,10 +92,12 @@ MODULES = (
     pd_pair,
     pd_apart,
     pd_router,
+    parsers_of_family,
+    pair_without_metrics,
 )
 """Every rule's module, in the order of the report: a RULE and its EXAMPLES each."""
 
 RULES = tuple(module.RULE for module in MODULES)
 
-PAIR_RULES = tuple(module.RULE for module in (pd_pair, pd_apart, pd_router))
+PAIR_RULES = tuple(module.RULE for module in (pd_pair, pd_apart, pd_router, pair_without_metrics))
 """Those that look at both sides of a prefill/decode pair."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from dsv4doctor.models import Facts, Finding, Gpu, Remedy, RouterLaunch, Severity
+from dsv4doctor.models import Facts, Finding, Remedy, RouterLaunch, Severity
 from dsv4doctor.rules.common import flag, set_by_user
 from dsv4doctor.rules.pd_pair import DEFAULT_BOOTSTRAP, MODE, PORT, name_of, other_side, pair
 from dsv4doctor.rules.rule import Example, Rule
@@ -173,19 +173,6 @@ def _nodes(one: Facts, other: Facts) -> Iterator[Finding]:
             [_list(mine), _list(theirs)],
             Severity.WARNING,
         )
-    for side in (one, other):
-        bound, own = bound_to(side), _nodes_of_gpus(side)
-        if bound and own and not set(own) <= set(bound) and mine != theirs:
-            yield _finding(
-                one,
-                other,
-                "NUMA node",
-                f"The {name_of(side)} side is bound to NUMA node {_list(bound)}, and its GPUs are "
-                f"on node {_list(own)}",
-                "Every copy between host and GPU crosses the link between the sockets.",
-                [_list(mine) or "not bound", _list(theirs) or "not bound"],
-                Severity.WARNING,
-            )
 
 
 def bound_to(facts: Facts) -> tuple[int, ...]:
@@ -208,14 +195,6 @@ def _several_nodes(one: Facts, other: Facts) -> bool:
     """False only where the machine is known to have one node."""
     host = one.snapshot.host or other.snapshot.host
     return host is None or not host.numa_nodes or len(host.numa_nodes) > 1
-
-
-def _nodes_of_gpus(facts: Facts) -> tuple[int, ...]:
-    """Of the GPUs that the launch takes; empty where they are not known."""
-    there: dict[str, Gpu] = {str(gpu.index): gpu for gpu in facts.snapshot.gpu.gpus}
-    used = [there.get(name) for name in devices(facts).names]
-    nodes = {gpu.numa_node for gpu in used if gpu is not None and gpu.numa_node is not None}
-    return tuple(sorted(nodes)) if len(used) == len([gpu for gpu in used if gpu]) else ()
 
 
 def _list(numbers: tuple[int, ...]) -> str:
@@ -289,7 +268,6 @@ EXAMPLES = (
         expect=("port 30001",),
     ),
     Example("one node for both", _bound(0, 0), expect=("NUMA node",)),
-    Example("nodes the wrong way round", _bound(1, 0), expect=("NUMA node", "NUMA node")),
     Example("each on its own node", _bound(0, 1)),
     Example(
         "two launches that say nothing",

@@ -31,19 +31,18 @@ def check(facts: Facts) -> Iterator[Finding]:
             "The router is not told that it is in front of a prefill/decode pair",
             "It sends every request to one server, which can only do half of it.",
         )
+    if len(sides) < 2:
+        return  # two of one kind, which DSV701 is about
     urls = tuple(url for url, _ in router.prefill)
-    yield from _side(router, "--prefill", urls, sides.get("prefill"))
-    yield from _side(router, "--decode", router.decode, sides.get("decode"))
+    for name, known in (("prefill", urls), ("decode", router.decode)):
+        if name in sides:
+            yield from _side(router, f"--{name}", known, sides[name])
     if "prefill" in sides:
         yield from _bootstrap(router, sides["prefill"])
 
 
-def _side(
-    router: RouterLaunch, name: str, urls: tuple[str, ...], side: Facts | None
-) -> Iterator[Finding]:
+def _side(router: RouterLaunch, name: str, urls: tuple[str, ...], side: Facts) -> Iterator[Finding]:
     """Whether one of `urls` is that of `side`."""
-    if side is None:
-        return
     port = flag(side, "--port") or _SERVICE
     matching = [url for url in urls if port_of(url) == port]
     if not matching:

@@ -289,13 +289,13 @@ def test_prefill_and_decode() -> None:
     """C30: speculation on one side only, and a pair that agrees."""
     args = {"speculative_algorithm": "DSPARK", "page_size": 256}
     half, other = {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}
-    mode = ("--disaggregation-mode", "prefill")
+    mode = ("--enable-metrics", "--disaggregation-mode", "prefill")
     prefill = scene("sm_100", flags=mode, resolved=args, environment=half)
     for resolved, expected in (
         (args, set()),
         ({**args, "speculative_algorithm": None}, {"DSV701"}),
     ):
-        mode = ("--port", "30001", "--disaggregation-mode", "decode")
+        mode = ("--port", "30001", "--enable-metrics", "--disaggregation-mode", "decode")
         decode = scene("sm_100", flags=mode, resolved=resolved, environment=other)
         assert _rules(replace(prefill, peer=decode)) == expected
 
