@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections.abc import Sequence
 
 from packaging.version import InvalidVersion, Version
 
+from dsv4doctor.commands import launch_change, server_command
 from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value
 from dsv4doctor.models import Facts, Layer, Location, Remedy, Role, StoredFormat, Trace
@@ -159,14 +160,6 @@ def sm100_crash(facts: Facts, arch_name: str) -> str:
     return f' (FlashInfer {version}: "{said}")'
 
 
-def command(facts: Facts, flags: Sequence[str]) -> str:
-    """The launch with other flags, as a shell line."""
-    launch, checkpoint = facts.snapshot.launch, facts.snapshot.checkpoint
-    model = launch.model if launch and launch.model else checkpoint.path if checkpoint else "MODEL"
-    words = ["python", "-m", "sglang.launch_server", "--model-path", model, *flags]
-    return shlex.join(words)
-
-
 def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     """What to do about routed experts that cannot run: what was traced and does run.
 
@@ -188,10 +181,13 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     if is_draft and not facts.alternatives:
         sentences.append("Without the --speculative-* flags there is no draft model to fail.")
     if _is_hybrid(facts):
-        sentences.append(_ORIGINAL)
+        sentences.append(_original(facts))
     if not sentences:
         sentences.append("Change the flag or the file that the message names.")
-    return Remedy("\n".join(sentences), tuple(command(facts, option.flags) for option in working))
+    changes_to_make = [launch_change(facts, option.flags) for option in working]
+    sentences += [text for text in changes_to_make if text is not None]
+    commands = [server_command(facts, option.flags) for option in working]
+    return Remedy("\n".join(sentences), tuple(text for text in commands if text is not None))
 
 
 _PATCH_ONLY = (
@@ -200,10 +196,18 @@ _PATCH_ONLY = (
     "That method serves sm_12x from SGLang 0.5.16 on; before, it is made for SM90, and "
     "Mxfp4MarlinMoEMethod is what is left."
 )
-_ORIGINAL = (
-    "The MXFP4 checkpoint this one was made from takes another path, for main and draft alike: "
-    "try it with `dsv4doctor check`."
-)
+_MADE_FROM = re.compile(r"DeepSeek-V4(?:-Flash|-Pro|-Flash-0731|-Pro-0813|\.1-Flash)(?=-NVFP4)")
+
+
+def _original(facts: Facts) -> str:
+    """The way out through the checkpoint that a hybrid one was made from."""
+    checkpoint = facts.snapshot.checkpoint
+    known = _MADE_FROM.search(checkpoint.name) if checkpoint else None
+    name = f", deepseek-ai/{known[0]}," if known else ""
+    return (
+        f"The MXFP4 checkpoint this one was made from{name} takes another path, for main and "
+        "draft alike: try it with `dsv4doctor check`."
+    )
 
 
 def _is_hybrid(facts: Facts) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dsv4doctor.commands import doctor_command
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Remedy, Severity, Verdict
+from dsv4doctor.models import Facts, Finding, Layer, Remedy, Severity, Verdict
 from dsv4doctor.rules.common import both, ignored_flags, with_source
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import DRAFT_CUTLASS, DRAFT_TRTLLM, MAIN_CUTLASS, MAIN_TRTLLM, facts
@@ -45,10 +46,16 @@ def check(facts: Facts) -> Iterator[Finding]:
                 f"the deciding code read {consulted}",
             ),
             locations=(layer.decided_at,),
-            remedy=Remedy(
-                f"See every branch taken: `dsv4doctor trace-moe --{layer.role.value} --why`."
-            ),
+            remedy=_remedy(facts, layer),
         )
+
+
+def _remedy(facts: Facts, layer: Layer) -> Remedy:
+    words = ("trace-moe", f"--{layer.role.value}", "--why")
+    command = doctor_command(facts, *words)
+    if command is None:
+        return Remedy(f"See every branch taken: `dsv4doctor {' '.join(words)}` with your options.")
+    return Remedy("See every branch taken:", (command,))
 
 
 RULE = Rule(

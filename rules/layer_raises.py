@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dsv4doctor.commands import launch_change, server_command
+from dsv4doctor.flags import without
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Layer, Location, Severity, SglangError
+from dsv4doctor.models import Facts, Finding, Layer, Location, Remedy, Severity, SglangError
 from dsv4doctor.rules.common import described, way_out, with_source
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM, facts
@@ -47,8 +49,32 @@ def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None
         consequence=f"The server never answers: SGLang raises this {_when(error.phase)}.",
         evidence=tuple(evidence),
         locations=(error.at,) if error.at else (),
-        remedy=way_out(facts, layer),
+        remedy=_eagle(facts, error) or way_out(facts, layer),
     )
+
+
+def _eagle(facts: Facts, error: SglangError) -> Remedy | None:
+    """EAGLE without its companions: SGLang's own default of topk is not what this model takes."""
+    if "EAGLE" not in error.message or "topk" not in error.message:
+        return None
+    text = (
+        "Add --speculative-eagle-topk 1, and beside it --speculative-num-steps and "
+        "--speculative-num-draft-tokens, one more than the steps."
+    )
+    companions = ("--speculative-eagle-topk", "--speculative-num-steps")
+    launch = facts.snapshot.launch
+    flags = without(launch.flags, (*companions, "--speculative-num-draft-tokens")) if launch else ()
+    flags = (*flags, *_COMPANIONS)
+    change, command = launch_change(facts, flags), server_command(facts, flags)
+    lines = (text, change) if change else (text,)
+    return Remedy("\n".join(lines), (command,) if command else ())
+
+
+_COMPANIONS = (
+    *("--speculative-eagle-topk", "1"),
+    *("--speculative-num-steps", "3"),
+    *("--speculative-num-draft-tokens", "4"),
+)
 
 
 def _when(phase: str) -> str:

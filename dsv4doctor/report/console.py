@@ -28,10 +28,9 @@ from dsv4doctor.models import (
     Role,
     Run,
     Severity,
-    Step,
-    Trace,
     Verdict,
 )
+from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.paths import path_parts
 from dsv4doctor.terminal import harmless
 
@@ -80,9 +79,13 @@ def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
 
 def render_check(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
     """The whole report, `width` columns; ANSI colours only with `color`."""
-    parts: list[RenderableType] = [_header(report.facts), Text(), *_layers(report.facts, width)]
+    parts: list[RenderableType | Unwrapped] = [
+        _header(report.facts),
+        Text(),
+        *_layers(report.facts, width),
+    ]
     if why:
-        parts += [Text(), *_path(report.facts.trace)]
+        parts += [Text(), *decision_path(report.facts.trace)]
     parts += [Text(), *_findings(report), *_gate(report.gate)]
     if verbose:
         parts += [Text(), *_details(report)]
@@ -91,10 +94,14 @@ def render_check(report: Report, width: int, color: bool, *, verbose: bool, why:
 
 def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
     """The layers, and the other hot paths that were traced."""
-    parts: list[RenderableType] = [_header(report.facts), Text(), *_layers(report.facts, width)]
+    parts: list[RenderableType | Unwrapped] = [
+        _header(report.facts),
+        Text(),
+        *_layers(report.facts, width),
+    ]
     parts += path_parts(report.facts.trace)
     if why:
-        parts += [Text(), *_path(report.facts.trace)]
+        parts += [Text(), *decision_path(report.facts.trace)]
     if verbose:
         parts += [Text(), *_details(report)]
     return printed(parts, Style(width, color))
@@ -140,7 +147,14 @@ class _Harmless:
             yield segment._replace(text=harmless(segment.text))
 
 
-def printed(parts: Sequence[RenderableType], style: Style) -> str:
+@dataclass(frozen=True)
+class Unwrapped:
+    """A line that stays one however long it is: a command has to be whole when it is copied."""
+
+    text: str
+
+
+def printed(parts: Sequence[RenderableType | Unwrapped], style: Style) -> str:
     """The parts one below the other, as text that cannot steer a terminal."""
     sink = StringIO()
     console = Console(
@@ -153,7 +167,10 @@ def printed(parts: Sequence[RenderableType], style: Style) -> str:
         markup=False,
     )
     for part in parts:
-        console.print(_Harmless(part))
+        if isinstance(part, Unwrapped):
+            sink.write(f"{harmless(part.text)}\n")
+        else:
+            console.print(_Harmless(part))
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
 
 
@@ -292,7 +309,7 @@ def _short(location: Location | None) -> str:
 # ------------------------------------------------------------------------------ findings
 
 
-def _findings(report: Report) -> Iterator[RenderableType]:
+def _findings(report: Report) -> Iterator[RenderableType | Unwrapped]:
     findings = sorted(report.findings, key=lambda found: list(Severity).index(found.severity))
     if findings:
         yield Text(f"Findings: {summary(report)}", style="bold")
@@ -301,6 +318,8 @@ def _findings(report: Report) -> Iterator[RenderableType]:
     for finding in findings:
         yield Text()
         yield Padding(_finding(finding), (0, 0, 0, 2))
+        for command in finding.remedy.commands if finding.remedy else ():
+            yield Unwrapped(f"    {command}")
     for result in report.results:
         if result.outcome is Outcome.CRASH:
             yield Text(f"rule {result.rule} crashed: {result.reason}", style="bold red")
@@ -311,7 +330,6 @@ def _finding(finding: Finding) -> RenderableType:
     rows += [("evidence" if not index else "", text) for index, text in enumerate(finding.evidence)]
     if finding.remedy is not None:
         rows.append(("what to do", finding.remedy.text))
-        rows += [("", Text(f"$ {command}")) for command in finding.remedy.commands]
     style = _SEVERITY_STYLES[finding.severity]
     title = Text.assemble(
         (finding.severity.value, style), f" {finding.rule}  ", (finding.subject, "bold")
@@ -334,37 +352,6 @@ def _gate(gate: Gate) -> Iterator[RenderableType]:
 
 
 # ------------------------------------------------------------------------------ details
-
-
-def _path(trace: Trace | None) -> Iterator[RenderableType]:
-    yield Text("Decision path", style="bold")
-    for step in trace.steps if trace else ():
-        yield Padding(_step(step), (0, 0, 0, 2))
-
-
-def _step(step: Step) -> RenderableType:
-    times = f" x{step.times}" if step.times > 1 else ""
-    returned = f" -> {step.returned}" if step.returned not in (None, "None") else ""
-    head = Text.assemble(
-        (f"{step.phase}  ", "dim"),
-        (step.function, "bold"),
-        f"{times}{returned}  ",
-        (step.file, "dim"),
-        overflow="fold",
-    )
-    lines: list[RenderableType] = [head]
-    for branch in step.branches:
-        taken = {True: "yes", False: "no", None: "?"}[branch.taken]
-        lines.append(
-            Padding(
-                Text(f"{_short(branch.location)}  {branch.condition}  {taken}", overflow="fold"),
-                (0, 0, 0, 2),
-            )
-        )
-        values = ", ".join(f"{name} = {value}" for name, value in branch.values.items())
-        if values:
-            lines.append(Padding(Text(values, style="dim", overflow="fold"), (0, 0, 0, 6)))
-    return Group(*lines)
 
 
 def _details(report: Report) -> Iterator[RenderableType]:

@@ -1,0 +1,101 @@
+"""What a reader can run, or change in the launch they have."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from dsv4doctor.facts.snapshot import REDACTED
+from dsv4doctor.models import Facts, Launch
+
+_COMMAND_LINE = "command line"
+
+
+def server_command(facts: Facts, flags: Sequence[str]) -> str | None:
+    """The launch with `flags` instead of its own, as a shell line.
+
+    None where it is a script's, whose other lines would be lost, or holds a secret that is not
+    known here.
+    """
+    launch, checkpoint = facts.snapshot.launch, facts.snapshot.checkpoint
+    if launch is not None and launch.source != _COMMAND_LINE:
+        return None
+    environment = launch.environment if launch else {}
+    model = launch.model if launch and launch.model else checkpoint.path if checkpoint else "MODEL"
+    words = [*(f"{name}={value}" for name, value in environment.items())]
+    words = [*(["env", *words] if words else [])]
+    words += ["python", "-m", "sglang.launch_server", "--model-path", model, *flags]
+    return None if _is_secret(words) else shlex.join(words)
+
+
+def launch_change(facts: Facts, flags: Sequence[str]) -> str | None:
+    """What to change in the user's script so that its flags are `flags`; None: it is no script."""
+    launch = facts.snapshot.launch
+    if launch is None or launch.source == _COMMAND_LINE:
+        return None
+    before, after = _options(launch.flags), _options(flags)
+    replaced = [
+        f"{_said(name, after[name])} in place of {_said(name, values)}"
+        for name, values in before.items()
+        if name in after and after[name] != values
+    ]
+    added = [_said(name, values) for name, values in after.items() if name not in before]
+    removed = [_said(name, values) for name, values in before.items() if name not in after]
+    parts = [f"write {text}" for text in replaced]
+    parts += [f"add {', '.join(added)}"] if added else []
+    parts += [f"take out {', '.join(removed)}"] if removed else []
+    return f"In {_place(launch)}: {'; '.join(parts)}." if parts else None
+
+
+def doctor_command(facts: Facts, *words: str) -> str | None:
+    """`dsv4doctor WORDS` on the very same launch, tree and GPU; None: not known how."""
+    launch, trace = facts.snapshot.launch, facts.trace
+    if launch is None or trace is None or facts.arch_source == "snapshot":
+        return None
+    said = ["dsv4doctor", *words]
+    after: list[str] = []
+    if launch.source == _COMMAND_LINE:
+        said += [launch.model or "MODEL"]
+        for name, value in launch.environment.items():
+            said += ["--env", f"{name}={value}"]
+        after = ["--", *launch.flags] if launch.flags else []
+    else:
+        said += ["--launch", _place(launch)]
+    if facts.arch_source == "--arch":
+        said += ["--arch", facts.arch.name]
+    if trace.sglang.borrowed:
+        is_wheel = trace.sglang.origin == "wheel"
+        said += ["--sglang", trace.sglang.version if is_wheel else trace.sglang.root]
+    stack = facts.snapshot.stack
+    others = (launch.interpreter, sys.executable)
+    if stack is not None and os.sep in stack.interpreter and stack.interpreter not in others:
+        said += ["--python", stack.interpreter]
+    said += after
+    return None if _is_secret(said) else shlex.join(said)
+
+
+def _is_secret(words: Sequence[str]) -> bool:
+    return any(REDACTED in word for word in words)
+
+
+def _place(launch: Launch) -> str:
+    return f"{launch.source}:{launch.line}" if launch.line else launch.source
+
+
+def _options(flags: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Option -> its values, `--name=value` taken apart."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for flag in flags:
+        if flag.startswith("--"):
+            name, equals, value = flag.partition("=")
+            found[name] = (value,) if equals else ()
+        else:
+            found[name] = (*found.get(name, ()), flag)
+    return found
+
+
+def _said(name: str, values: Sequence[str]) -> str:
+    return shlex.join(word for word in (name, *values) if word)
