@@ -84,7 +84,13 @@ def _asked(target: TargetConfig, said: Mapping[str, Any], config: Config) -> Ask
         python=said.get("python") or target.python,
         arch=said.get("arch") or target.arch or "auto",
         env=(*target.env, *said.get("env", ())),
+        level=said.get("level") or "quick",
     )
+    if options.level == "full" and options.snapshot is not None:
+        raise UsageError(
+            "--level full and a snapshot are both given",
+            "measure on the machine itself: dsv4doctor check --level full there",
+        )
     fail_on = said.get("fail_on") or target.fail_on or "error"
     strict = said["strict"] if "strict" in said else bool(target.strict)
     policy = gate.Policy(
@@ -154,6 +160,8 @@ def examine(
 def _examined(options: Options, source: str | None, settings: Settings) -> Report:
     with Progress() as progress:
         target = launches.resolve(options, progress.download)
+        if options.level == "full":
+            target = launches.measured(target, progress.phase)
         if source is not None:
             target = replace(target, notes=(*target.notes, f"settings of {source}"))
         return audit(target, settings, progress.phase)

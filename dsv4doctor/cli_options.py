@@ -184,6 +184,14 @@ def _trace_options(formats: Sequence[str]) -> list[Callable[[F], F]]:
 def gate_options(function: F) -> F:
     return _apply(
         [
+            option(
+                "--level",
+                type=click.Choice(["quick", "full"]),
+                default="quick",
+                show_default=True,
+                help="full: also measure all-reduce and copies on this machine's GPUs, for "
+                "minutes at most; not beside a running server.",
+            ),
             click.option(
                 "--report",
                 "reports",

@@ -19,6 +19,7 @@ from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_mo
 from dsv4doctor.facts.files import shown
 from dsv4doctor.facts.gpu import read_gpus
 from dsv4doctor.facts.host import read_host
+from dsv4doctor.facts.measure import measure
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
 from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.facts.tree import read_tree
@@ -58,6 +59,8 @@ class Options:
     arch: str = "auto"
     env: tuple[str, ...] = ()
     """KEY=VALUE each."""
+    level: str = "quick"
+    """"full": also measure on this machine's GPUs."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,16 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         seconds=time.monotonic() - started,
         notes=tuple(notes),
     )
+
+
+def measured(target: Target, progress: Callable[[str], None] | None = None) -> Target:
+    """`target` with what its machine's GPUs do when they communicate; minutes at most."""
+    host = target.snapshot.host
+    assert host is not None
+    variables = {**target.environment, **target.launch.environment}
+    found, note = measure(target.interpreter, variables, target.snapshot.gpu, progress)
+    snapshot = replace(target.snapshot, host=replace(host, measured=found))
+    return replace(target, snapshot=snapshot, notes=(*target.notes, *([note] if note else [])))
 
 
 def resolve_tree(options: Options, download: Download | None = None) -> SglangTree:

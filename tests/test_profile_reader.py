@@ -41,7 +41,7 @@ def _event(draw: st.DrawFn) -> dict[str, Any]:
     return {key: members[key] for key in draw(st.permutations(list(members)))}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     events=st.lists(_event(), max_size=8),
     block=st.sampled_from((7, 64, 1 << 20)),

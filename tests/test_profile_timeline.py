@@ -62,7 +62,7 @@ def test_pieces_are_what_is_painted(intervals: list[_Interval]) -> None:
     assert all(one[1] <= two[0] for one, two in pairwise(cut))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(intervals=_intervals, windows=_windows, streams=st.integers(1, 3))
 def test_a_whole_trace_adds_up(
     intervals: list[_Interval], windows: list[tuple[int, int]], streams: int
