@@ -84,6 +84,11 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         show_default=True,
         help="auto: with the draft that the checkpoint stores. Other flags go after `--`.",
     ),
+    click.option(
+        "--thinking",
+        type=click.Choice(["on", "off"]),
+        help="Whether the model thinks where a request does not say. [default: as released]",
+    ),
     click.option("--host", default="127.0.0.1", show_default=True, help="What clients reach."),
     click.option(
         "--port",
@@ -208,6 +213,7 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
             requests=options["requests"],
             transfer=options.get("transfer", "nixl"),
             speculative=options["speculative"],
+            thinking=options["thinking"] or "as-released",
             host=options["host"],
             port=options["port"],
             port_base=options["port_base"],
@@ -225,9 +231,13 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
 
 
 def _report(proof: Proof, out: str, names: list[str]) -> None:
+    from dsv4doctor.models import Severity
+
     for note in proof.plan.notes:
         say(f"dsv4doctor: note: {note}")
     for finding in proof.findings:
+        if finding.severity is Severity.INFO:
+            continue
         say(f"dsv4doctor: {finding.severity.value}: {finding.rule} {finding.message}")
     for problem in proof.plan.problems:
         say(f"dsv4doctor: not sound: {problem}")

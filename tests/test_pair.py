@@ -10,7 +10,6 @@ from planning import SM_120, boxed, standing
 
 from dsv4doctor.audit import run_rules
 from dsv4doctor.errors import UsageError
-from dsv4doctor.facts.features import read_features
 from dsv4doctor.launch import read_script
 from dsv4doctor.models import Facts, Finding, HostFacts, Outcome, Package, SglangTree, Stack, Trace
 from dsv4doctor.planning.build import Ask, Ground, plan
@@ -157,10 +156,14 @@ def ground(checkpoint: Callable[..., Path], sglang_tree: Callable[[str], SglangT
     return standing(model, sglang_tree("0.5.23"), ASK, host=host)
 
 
+@pytest.fixture(scope="module")
+def written(ground: Ground) -> dict[str, str]:
+    return files(plan(ASK, ground), "scripts", Path(ground.target.tree.root), None)
+
+
 @pytest.fixture
-def folder(ground: Ground, tmp_path: Path) -> Path:
+def folder(written: dict[str, str], tmp_path: Path) -> Path:
     """The scripts of a plan."""
-    written = files(plan(ASK, ground), "scripts", Path(ground.target.tree.root), None)
     write(tmp_path, written, force=False)
     return tmp_path
 
@@ -184,9 +187,7 @@ def _side(ground: Ground, script: Path, drift: Drift | None = None) -> Facts:
         ),
     )
     snapshot = replace(base, launch=launch, checkpoint=stored, stack=stack, gpu=boxed())
-    return Facts(
-        snapshot, SM_120, "--arch", trace, features=read_features(Path(ground.target.tree.root))
-    )
+    return Facts(snapshot, SM_120, "--arch", trace)
 
 
 def _findings(ground: Ground, folder: Path, drift: Drift | None = None) -> tuple[Finding, ...]:

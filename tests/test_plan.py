@@ -262,6 +262,17 @@ def test_speculation_is_equal_on_both(checkpoint: Builder, tree: SglangTree) -> 
         assert sides[0][0].values == (algorithm,)
 
 
+def test_thinking_as_asked(flash: Path, sglang_tree: Trees) -> None:
+    """A flag where the release has one, else its variable."""
+    ask = Ask(True, thinking="on")
+    new = plan(ask, standing(flash, sglang_tree(RELEASE), ask))
+    for side in new.servers:
+        assert _flag(side.words, "--default-chat-template-kwargs") == '{"thinking": true}'
+    old = plan(ask, standing(flash, sglang_tree("0.5.14"), ask))
+    assert ("SGLANG_DEFAULT_THINKING", ("1",)) in [(one.name, one.values) for one in old.shared]
+    assert not any("chat-template" in word for word in old.servers[0].words)
+
+
 def test_own_flags_go_to_both_sides(flash: Path, tree: SglangTree) -> None:
     ask = Ask(
         True, flags=("--disable-radix-cache", "--mem-fraction-static=0.7", "--log-level", "x")

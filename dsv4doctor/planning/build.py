@@ -39,6 +39,8 @@ class Ask:
     requests: int = 32
     transfer: str = "nixl"
     speculative: str = "none"
+    thinking: str = "as-released"
+    """ "on" or "off" for requests that do not say; else what this SGLang does."""
     host: str = "127.0.0.1"
     port: int | None = None
     """Of the router, or of the one server."""
@@ -100,6 +102,7 @@ def plan(ask: Ask, on: Ground) -> Plan:
     )
     model = _model(on.target)
     variables = tuple(Setting(name, (value,), "given with --env") for name, value in ask.variables)
+    variables += settings.thinking_variable(ask.thinking, on.release)
     return Plan(
         model=model,
         model_name=on.target.checkpoint.name,
@@ -127,6 +130,9 @@ def _wanted(ask: Ask, on: Ground) -> Wanted:
         named = {setting.name for setting in extra}
         stored = settings.speculation(on.target.checkpoint, kinds_stored(on.target.checkpoint))
         extra += tuple(setting for setting in stored if setting.name not in named)
+    named = {setting.name for setting in extra}
+    thinks = settings.thinking_flag(ask.thinking, on.release)
+    extra += tuple(setting for setting in thinks if setting.name not in named)
     context, why = _context(ask, on)
     host = on.target.snapshot.host
     return Wanted(

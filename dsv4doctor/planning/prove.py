@@ -107,8 +107,11 @@ def _audits(
     for outcome in trace_launches(requests, timeout=timeout, progress=progress):
         if isinstance(outcome, DoctorError):
             raise outcome
-    settings = Settings(timeout=timeout)
-    return tuple(audit(target, settings, progress) for target in targets)
+    # What one side's experts run with, the other's do too: only the first asks for another way.
+    return tuple(
+        audit(target, Settings(timeout=timeout, alternatives=number == 0), progress)
+        for number, target in enumerate(targets)
+    )
 
 
 def target_of(plan: Plan, server: Server, base: Target) -> Target:
@@ -165,17 +168,14 @@ def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
     for name in useless:
         del tried.rules[name], tried.variables[name]
         tried.rejected.add(name)
-    common = None if tried.adopted else _common_way(reports)
-    if common is not None:
+    way = None if tried.adopted else _way(reports[0])
+    if way is not None:
         tried.adopted = True
-        why = f"traced: with this SGLang the experts run so ({common[0].change})"
-        pairs = zip(plan.servers, common, strict=True)
-        servers = tuple(with_flags(server, way.flags, why) for server, way in pairs)
-        return replace(
-            plan,
-            servers=servers,
-            notes=(*plan.notes, f"instead of SGLang's choice: {common[0].change}"),
-        )
+        why = f"traced: with this SGLang the experts run so ({way.change})"
+        first = plan.servers[0].words
+        servers = tuple(with_flags(server, first, way.flags, why) for server in plan.servers)
+        note = f"instead of SGLang's choice, on every side: {way.change}"
+        return replace(plan, servers=servers, notes=(*plan.notes, note))
     added = False
     for finding, name, value in _variables(reports, plan, tried):
         tried.variables[name] = Setting(name, (value,), f"{finding.rule}: {finding.message}")
@@ -188,18 +188,9 @@ def _rules(reports: Sequence[Report]) -> set[str]:
     return {finding.rule for report in reports for finding in report.findings}
 
 
-def _common_way(reports: Sequence[Report]) -> tuple[Alternative, ...] | None:
-    """What runs on every side alike, one for each; None where nothing has to change or does."""
-    if not any(report.facts.alternatives for report in reports):
-        return None
-    by_change = [
-        {way.change: way for way in report.facts.alternatives if way.problem is None}
-        for report in reports
-    ]
-    for change in by_change[0]:
-        if all(change in ways for ways in by_change):
-            return tuple(ways[change] for ways in by_change)
-    return None
+def _way(report: Report) -> Alternative | None:
+    """Other flags with which the launch runs; None where there are none, or no need."""
+    return next((way for way in report.facts.alternatives if way.problem is None), None)
 
 
 def _variables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,27 @@ def speculation(checkpoint: Checkpoint, kinds: Iterable[str]) -> tuple[Setting, 
     raise UsageError(
         f"--speculative auto: {checkpoint.name} stores no draft that is known",
         "give the --speculative-* flags after `--`, or leave it out",
+    )
+
+
+_THINKING_FLAG, _THINKING_VARIABLE = "--default-chat-template-kwargs", "SGLANG_DEFAULT_THINKING"
+
+
+def thinking_flag(asked: str, release: Release) -> tuple[Setting, ...]:
+    """For releases that have a flag for what requests do not say."""
+    if asked not in ("on", "off") or _THINKING_FLAG not in release.options:
+        return ()
+    value = json.dumps({"thinking": asked == "on"})
+    return (Setting(_THINKING_FLAG, (value,), "as asked with --thinking; a request may differ"),)
+
+
+def thinking_variable(asked: str, release: Release) -> tuple[Setting, ...]:
+    """For those that have not."""
+    if asked not in ("on", "off") or _THINKING_FLAG in release.options:
+        return ()
+    value = "1" if asked == "on" else "0"
+    return (
+        Setting(_THINKING_VARIABLE, (value,), "as asked with --thinking; a request may differ"),
     )
 
 
@@ -268,23 +290,30 @@ def shared_environment(found: Sequence[Setting]) -> tuple[Setting, ...]:
     return (order, *found)
 
 
-def with_flags(planned: Server, words: Sequence[str], why: str) -> Server:
-    """`planned` with the flags of `words` in place of its own; a new or changed one is for the
-    reason `why`."""
-    old = {setting.name: setting for setting in planned.flags}
-    flags = []
-    name: str | None = None
-    values: list[str] = []
-    for word in (*words, "--"):
+def with_flags(planned: Server, before: Sequence[str], after: Sequence[str], why: str) -> Server:
+    """`planned` with the difference between two command lines: flags that are in `before` only
+    are taken out, and those that are new or other in `after` come in for the reason `why`."""
+    old, new = grouped(before), grouped(after)
+    kept = [
+        flag
+        for flag in planned.flags
+        if (flag.name in new or flag.name not in old) and new.get(flag.name) == old.get(flag.name)
+    ]
+    added = [Setting(name, values, why) for name, values in new.items() if old.get(name) != values]
+    return replace(planned, flags=(*kept, *added))
+
+
+def grouped(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flag -> its values."""
+    found: dict[str, tuple[str, ...]] = {}
+    name = None
+    for word in words:
         if word.startswith("--"):
-            if name is not None:
-                before = old.get(name)
-                same = before is not None and before.values == tuple(values)
-                flags.append(before if same and before else Setting(name, tuple(values), why))
-            name, values = word, []
-        else:
-            values.append(word)
-    return replace(planned, flags=tuple(flags))
+            name, equals, value = word.partition("=")
+            found[name] = (value,) if equals else ()
+        elif name is not None:
+            found[name] += (word,)
+    return found
 
 
 def _list(numbers: Sequence[int]) -> str:
