@@ -634,6 +634,8 @@ class TreeFeatures:
     """Where dense FP8 weights with 32-blocks are given an MXFP8 backend."""
     dense_fp8_sm12x: str | None = None
     """What `--fp8-gemm-backend auto` becomes on sm_12x."""
+    dense_fp8_sm12x_at: Location | None = None
+    """The line that says so."""
     tuned_dense_fp8: tuple[str, ...] = ()
     """The GPUs, as SGLang writes their names, with tuned tables for dense block FP8 on Triton."""
     state_by_token: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.models import Facts, Finding, Remedy, Severity
-from dsv4doctor.rules.common import is_v41
+from dsv4doctor.rules.common import is_v41, with_source
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import SOURCES, gpus, scene
 
@@ -32,6 +32,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     if not tuned:
         raise NotChecked("SGLang's tables for dense FP8 were not found", required=False)
+    where = facts.features.dense_fp8_sm12x_at if backend == "auto" else None
     whose = next(iter(own), f"any {facts.arch.name} GPU")
     yield Finding(
         rule=RULE.id,
@@ -41,9 +42,11 @@ def check(facts: Facts) -> Iterator[Finding]:
         consequence="They run with default settings: right, and slower than they could be.",
         evidence=(
             f"fp8_gemm_runner_backend {backend} becomes {reached} on {facts.arch.name}",
+            *((f"decided at {with_source(where)}",) if where else ()),
             f"tables exist for {len(tuned)} other GPUs",
             "sgl-project/sglang pull request 25696 and issue 18870",
         ),
+        locations=(where,) if where else (),
         remedy=Remedy(
             "Tune them with SGLang's tuning_block_wise_kernel.py, or use a release from 0.5.16 on, "
             f"where {_FLAG} auto is CUTLASS."

@@ -59,9 +59,9 @@ def check(facts: Facts) -> Iterator[Finding]:
             f"for {_ROWS}."
         ),
         consequence=(
-            "Its time and memory follow the limit and not the tokens there: a short prompt costs "
-            f"{max(context // 32768, 1)} times what it costs with a limit of 32,768, and large "
-            "batches run out of memory."
+            "Its time and memory follow the limit and not the tokens there: the indexer's part of "
+            f"every step costs {max(context // 32768, 1)} times what it costs with a limit of "
+            "32,768, however short the prompt, and large batches run out of memory."
         ),
         evidence=(
             f"{_TORCH} is {chosen}, {_TILELANG} is {in_effect(facts, _TILELANG)}",

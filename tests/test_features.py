@@ -36,6 +36,9 @@ def test_real_trees(
     assert (found.mxfp8_dense is not None, found.engram_over_ranks) == (mxfp8, engram)
     assert found.state_by_token is state_by_token
     assert found.dense_fp8_sm12x == ("triton" if version == "0.5.14" else "cutlass")
+    at = found.dense_fp8_sm12x_at
+    assert at is not None
+    assert at.source == f'backend = "{found.dense_fp8_sm12x}"'
     assert "NVIDIA_H200" in found.tuned_dense_fp8
     assert found.environment_defaults["SGLANG_DSV4_FP4_EXPERTS"] == "True"
     assert found.mooncake_sends_state is True

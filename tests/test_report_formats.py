@@ -220,6 +220,12 @@ def test_markdown_tables_and_details() -> None:
     assert "<strong>Not determined.</strong> serve.sh: no SGLang command" in html
 
 
+def test_markdown_commands_in_sentences_are_code() -> None:
+    html = _RENDERER.render(markdown.render(_run(reporting.report(reporting.story()))))
+    assert "<code>dsv4doctor check</code>" in html
+    assert "`" not in html
+
+
 def test_markdown_of_hostile_text_is_text() -> None:
     html = _RENDERER.render(markdown.render(_run(reporting.hostile())))
     assert "<script" not in html

@@ -57,6 +57,7 @@ def read_features(root: Path) -> TreeFeatures:
         else None,
         mxfp8_dense=mxfp8,
         dense_fp8_sm12x=automatic.group(1) if automatic else None,
+        dense_fp8_sm12x_at=_last_line(dense, dense_text, automatic),
         tuned_dense_fp8=_tuned(root),
         state_by_token="c128_state_ratio = self."
         in _text(root, "sglang/srt/model_executor/pool_configurator.py"),
@@ -96,6 +97,14 @@ def _function(file: str, text: str, name: str) -> tuple[Location | None, str]:
         return None, ""
     line = text.count("\n", 0, match.start()) + 1
     return Location(file, line, name, f"def {name}("), match.group()
+
+
+def _last_line(file: str, text: str, match: re.Match[str] | None) -> Location | None:
+    """The last line that `match` covers."""
+    if match is None:
+        return None
+    line = text.count("\n", 0, match.end()) + 1
+    return Location(file, line, None, text.splitlines()[line - 1].strip())
 
 
 def _value_bytes(body: str) -> int | None:

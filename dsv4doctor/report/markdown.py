@@ -89,7 +89,7 @@ def _finding(finding: Finding) -> Iterator[str]:
     if finding.evidence:
         yield "\n".join(f"- {_text(text)}" for text in finding.evidence)
     if finding.remedy is not None:
-        yield f"**What to do:** {_text(finding.remedy.text)}"
+        yield f"**What to do:** {_prose(finding.remedy.text)}"
         if finding.remedy.commands:
             yield _fenced(finding.remedy.commands)
 
@@ -129,6 +129,14 @@ def _fenced(commands: Sequence[str]) -> str:
     longest = max((len(run) for run in re.findall("`+", body)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}sh\n{body}\n{fence}"
+
+
+def _prose(text: str) -> str:
+    """A sentence of ours: what stands between backticks is code."""
+    parts = " ".join(text.split()).split("`")
+    if len(parts) % 2 == 0:
+        return _text(text)
+    return "".join(f"`{part}`" if odd % 2 else _text(part) for odd, part in enumerate(parts))
 
 
 def _text(text: str) -> str:
