@@ -11,7 +11,18 @@ from planning import SM_120, boxed, standing
 from dsv4doctor.audit import run_rules
 from dsv4doctor.errors import UsageError
 from dsv4doctor.launch import read_script
-from dsv4doctor.models import Facts, Finding, HostFacts, Outcome, Package, SglangTree, Stack, Trace
+from dsv4doctor.models import (
+    Facts,
+    Finding,
+    HostFacts,
+    Outcome,
+    Package,
+    Report,
+    SglangTree,
+    Stack,
+    Trace,
+)
+from dsv4doctor.pair import is_pair, paired, sort_scripts
 from dsv4doctor.planning.build import Ask, Ground, plan
 from dsv4doctor.planning.files import write
 from dsv4doctor.planning.render import files
@@ -265,3 +276,36 @@ def test_router_scripts(tmp_path: Path) -> None:
     script.write_text("smg launch\nsmg launch\n")
     with pytest.raises(UsageError, match="2 routers"):
         read_router(script, {})
+
+
+# ------------------------------------------------------------------------------ several scripts
+
+
+def test_scripts_are_told_apart(folder: Path) -> None:
+    names = ("router.sh", "prefill.sh", "decode.sh")
+    found = sort_scripts([folder / name for name in names], {})
+    assert found.servers == (folder / "prefill.sh", folder / "decode.sh")
+    assert found.router is not None
+    assert found.router.source == str(folder / "router.sh")
+    line = folder / "prefill.sh:12"
+    assert sort_scripts([line], {}).servers == (line,)
+    with pytest.raises(UsageError, match="a router and no server"):
+        sort_scripts([folder / "router.sh"], {})
+    (folder / "second.sh").write_text((folder / "router.sh").read_text())
+    with pytest.raises(UsageError, match="2 routers"):
+        sort_scripts([folder / "router.sh", folder / "second.sh"], {})
+
+
+def test_reports_of_a_pair(ground: Ground, folder: Path) -> None:
+    """Findings about both stand in the prefill side's report, once."""
+    drift = Drift("page_size", resolved={"page_size": 64})
+    sides = [_side(ground, folder / "decode.sh", drift), _side(ground, folder / "prefill.sh")]
+    reports = [Report("0", side, run_rules(PAIR_RULES, side)) for side in sides]
+    assert is_pair(reports)
+    assert not is_pair(reports[:1])
+    prefill, decode = paired(reports, read_router(folder / "router.sh", {}))
+    assert [finding.subject for finding in prefill.findings] == ["page_size"]
+    assert decode.findings == ()
+    assert decode.facts.peer == sides[1]
+    skipped = {result.rule: result.reason for result in decode.results}
+    assert skipped["DSV701"] == f"in the report on {folder / 'prefill.sh'}"
