@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dsv4doctor.fixes import (
+    dense_glue,
     draft_moe_dispatch,
     environment_overwritten,
+    indexer,
     main_moe_auto,
+    sparse_mla,
     swiglu_limit,
 )
 from dsv4doctor.fixes.fix import Fix
 
 ALL: tuple[Fix, ...] = (
     draft_moe_dispatch.FIX,
-    swiglu_limit.FIX,
+    swiglu_limit.FIX,  # before main_moe_auto: what it sees decides on a backend
     main_moe_auto.FIX,
+    indexer.FIX,
+    sparse_mla.FIX,
+    dense_glue.FIX,
     environment_overwritten.FIX,
 )
 """Every fix, in the order in which they are planned."""

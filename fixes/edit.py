@@ -123,6 +123,15 @@ def _definitions(scope: ast.AST) -> Iterator[Definition]:
             yield from _definitions(node)
 
 
+def find_methods(sources: Sources, file: str, name: str) -> Iterator[Piece]:
+    """Every method of that name, whichever class of the file has it."""
+    for node in getattr(parsed(sources, file), "body", ()):
+        if isinstance(node, ast.ClassDef):
+            piece = find_piece(sources, file, f"{node.name}.{name}")
+            if piece is not None:
+                yield piece
+
+
 def with_piece(sources: Sources, piece: Piece, new: str) -> str:
     """The whole text of the piece's file with `new` in its place."""
     lines = sources[piece.file].splitlines(keepends=True)
@@ -208,10 +217,13 @@ def put_after(new: str, newline: str = "\n") -> Edit:
 
 
 def in_place(new: str, newline: str = "\n") -> Edit:
-    """`new` instead of the statement that is edited."""
+    """`new` instead of the statement that is edited, below the comments in front of it."""
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        return cst.FlattenSentinel(statements(new, newline))  # type: ignore[return-value]
+        first, *rest = statements(new, newline)
+        ahead = getattr(node, "leading_lines", ())
+        lines = [*ahead, *getattr(first, "leading_lines", ())]
+        return cst.FlattenSentinel([first.with_changes(leading_lines=lines), *rest])  # type: ignore[return-value]
 
     return edit
 
