@@ -41,6 +41,7 @@ from dsv4doctor.terminal import (
     wants_color,
     width,
 )
+from dsv4doctor.trace_cli import failing_paths, trace_command
 
 if TYPE_CHECKING:
     from dsv4doctor.models import Report, Run
@@ -95,7 +96,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
       dsv4doctor check --report sarif=out.sarif --report html=report.html
       dsv4doctor check --baseline known.json --update-baseline
     """
-    _report(ctx, options, "check", ("main", "draft"))
+    report_launch(ctx, options, "check", ("main", "draft"))
 
 
 @cli.command("trace-moe", cls=FlagsCommand)
@@ -112,7 +113,7 @@ def trace_moe(ctx: click.Context, /, only: str | None, **options: Any) -> None:
       dsv4doctor trace-moe --draft --why --launch serve.sh
       dsv4doctor trace-moe MODEL --arch sm_120 --sglang 0.5.23 -- --tp 4
     """
-    _report(ctx, options, "trace-moe", (only,) if only else ("main", "draft"))
+    report_launch(ctx, options, "trace-moe", (only,) if only else ("main", "draft"))
 
 
 @cli.command(cls=FlagsCommand)
@@ -152,6 +153,7 @@ cli.add_command(plan_group)
 cli.add_command(profile_command)
 cli.add_command(fix_command)
 cli.add_command(run_command)
+cli.add_command(trace_command)
 
 
 def _options(ctx: click.Context, options: dict[str, Any]) -> Options:
@@ -172,7 +174,14 @@ def _options(ctx: click.Context, options: dict[str, Any]) -> Options:
     )
 
 
-def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple[str, ...]) -> None:
+def report_launch(
+    ctx: click.Context,
+    options: dict[str, Any],
+    name: str,
+    roles: tuple[str, ...],
+    paths: tuple[str, ...] | None = None,
+) -> None:
+    """Trace, judge and report as the command `name`; `paths`: the hot paths too (empty: all)."""
     ctx.obj.update(debug=options["debug"], format=options["format"], output=options["output"])
     from datetime import date
 
@@ -192,6 +201,8 @@ def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple
         use_cache=not options["no_cache"],
         timeout=options["timeout"],
         alternatives=name == "check",
+        with_paths=paths is not None,
+        paths=paths or (),
     )
     outcomes = checking.examine(planned, settings, files, _complain)
     run, baseline = checking.judge(planned, outcomes, update, date.today())
@@ -202,7 +213,7 @@ def _report(ctx: click.Context, options: dict[str, Any], name: str, roles: tuple
         say(f"dsv4doctor: {planned.baseline} written")
     for report in run.reports:
         say(_summary(report, several=len(run.outcomes) > 1))
-    ctx.exit(gate.worst(run))
+    ctx.exit(gate.worst(run) or failing_paths(run))
 
 
 def _said(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:

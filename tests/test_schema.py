@@ -20,12 +20,16 @@ from dsv4doctor.models import (
     Gate,
     Gpu,
     GpuFacts,
+    HotPath,
+    Kernel,
     Location,
     Package,
     Report,
+    Role,
     SglangError,
     Stack,
     Step,
+    Verdict,
 )
 from dsv4doctor.report import json as report_json
 from dsv4doctor.rules import MODULES, RULES
@@ -60,6 +64,14 @@ def _full() -> Report:
         environment_overwritten={"SGLANG_X": (None, "1")},
         steps=(Step("draft", "f", at.file, (Branch(at, "a", {"a": "1"}),), None, 43),),
         leniencies=("dill",),
+        paths=(
+            HotPath(
+                *("dense-fp8", Role.MAIN, ("model.layers.0.self_attn.wq_b",), "triton"),
+                *(Kernel("triton:f", at), at, ("SGLANG_X",), Verdict.FAILS, "no"),
+                detail="weights 1x1",
+                error=error,
+            ),
+        ),
     )
     gpu = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30, "0000:01:00.0", 5, 16, 0)
     stack = Stack("python", "3.11", (Package("torch", None, "==2.11", False),))

@@ -1,0 +1,137 @@
+"""The hot paths beside the routed experts, on real trees."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tracing import request, traced
+
+from dsv4doctor.audit import judged
+from dsv4doctor.models import ARCHS, Arch, HotPath, Kernel, Role, SglangTree, Trace, Verdict
+from dsv4doctor.report.paths import path_parts
+from dsv4doctor.trace import cache
+from dsv4doctor.trace.session import trace_launches
+from dsv4doctor.verdicts import judge_path
+
+Tree = Callable[[str], SglangTree]
+Checkpoint = Callable[..., Path]
+
+HYBRID = "nvidia__DeepSeek-V4-Flash-NVFP4"
+STOCK = "deepseek-ai__DeepSeek-V4-Flash"
+
+
+def of(trace: Trace, name: str, role: Role = Role.MAIN) -> list[HotPath]:
+    return [path for path in trace.paths if (path.name, path.role) == (name, role)]
+
+
+def choices(trace: Trace, name: str, role: Role = Role.MAIN) -> set[str | None]:
+    return {path.choice for path in of(trace, name, role)}
+
+
+@pytest.mark.wheels
+def test_paths_of_0_5_14(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
+    """Fallbacks everywhere, and variables that only take effect once arguments are resolved."""
+    [outcome] = trace_launches(
+        [request(sglang_tree("0.5.14"), checkpoint(HYBRID), with_paths=True)], use_cache=False
+    )
+    trace = traced(outcome)
+    trace = judged(trace, {})
+    assert len(trace.of(Role.MAIN)) == 43
+    decode = of(trace, "sparse-mla-decode")
+    assert [len(path.layers) for path in decode] == [2, 21, 20]
+    assert {path.kernel.symbol for path in decode if path.kernel} == {
+        "triton:sglang.srt.layers.attention.flash_mla_sm120_triton._tiled_sparse_decode_kernel"
+    }
+    assert {path.verdict for path in decode} == {Verdict.FALLBACK}
+    assert {path.flags_consulted for path in decode} == {("SGLANG_SM120_TRITON_FLASHMLA",)}
+    assert decode[0].decided_at is not None
+    assert decode[0].decided_at.function == "flash_mla_with_kvcache_sm120"
+    assert choices(trace, "sparse-mla-prefill", Role.DRAFT) == {"triton"}
+    [indexer] = of(trace, "indexer-decode")
+    assert indexer.choice == "torch"
+    assert "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH" in indexer.flags_consulted
+    assert indexer.detail.startswith("max_seq_len 262208 for a context of 1048576 tokens")
+    [dense] = of(trace, "dense-fp8")
+    assert dense.choice == "triton"
+    # SGLang turns SGLANG_OPT_FP8_WO_A_GEMM off on sm_12x: the output projection is no FP8 layer.
+    assert not any(name.endswith("wo_a") for name in dense.layers)
+    assert choices(trace, "mhc-post") == {"tilelang"}
+    [cache_path] = of(trace, "kv-cache")
+    assert cache_path.choice == "float8_e4m3fn"
+    assert "window: 584 bytes a token, pages of 256" in cache_path.detail
+    [reduce] = of(trace, "all-reduce")
+    assert (reduce.verdict, reduce.choice) == (Verdict.UNKNOWN, None)
+    assert "topology" in reduce.reason
+
+
+@pytest.mark.wheels
+def test_paths_by_arch_and_variable(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
+    tree, model = sglang_tree("0.5.23"), checkpoint(STOCK)
+    triton = {"SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
+    outcomes = trace_launches(
+        [
+            request(tree, model, with_paths=True),
+            request(tree, model, with_paths=True, environment=triton),
+            request(tree, model, arch=ARCHS["sm_100"], with_paths=True),
+        ],
+        use_cache=False,
+    )
+    sm_120, forced, sm_100 = (traced(outcome) for outcome in outcomes)
+    for trace, decode, prefill, indexer, dense in (
+        (sm_120, "flashinfer", "flashinfer", "tilelang", "cutlass"),
+        (forced, "triton", "triton", "tilelang", "cutlass"),
+        (sm_100, "flashmla", "flashmla", "deep_gemm", "deep_gemm"),
+    ):
+        for role in Role:
+            assert choices(trace, "sparse-mla-decode", role) == {decode}
+            assert choices(trace, "sparse-mla-prefill", role) == {prefill}
+            assert choices(trace, "dense-fp8", role) == {dense}
+        assert choices(trace, "indexer-decode") == {indexer}
+    flags = of(sm_120, "sparse-mla-decode")[0].flags_consulted
+    assert flags == ("SGLANG_SM120_FLASHMLA_BACKEND",)
+
+
+def test_paths_have_a_cache_key_of_their_own(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    (tmp_path / "sglang").mkdir()
+    tree = SglangTree(str(tmp_path), "0.5.23", "folder")
+    with_paths = request(tree, checkpoint(STOCK), with_paths=True)
+    assert cache.key(with_paths) != cache.key(request(tree, checkpoint(STOCK)))
+
+
+def path(kernel: str | None = None, choice: str | None = None, reason: str = "") -> HotPath:
+    return HotPath(
+        name="sparse-mla-decode",
+        role=Role.MAIN,
+        layers=("model.layers.0.self_attn",),
+        choice=choice,
+        kernel=Kernel(kernel, None) if kernel else None,
+        decided_at=None,
+        flags_consulted=(),
+        verdict=Verdict.UNKNOWN,
+        reason=reason,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "arch", "verdict"),
+    [
+        (path("sgl_kernel.flash_mla.flash_mla_with_kvcache"), "sm_120", Verdict.FAILS),
+        (path("flash_mla.flash_mla_sparse_fwd"), "sm_120", Verdict.FAILS),
+        (path("flash_mla.flash_mla_sparse_fwd"), "sm_90", Verdict.RUNS),
+        (path("triton:sglang.a._w8a8_block_fp8_matmul"), "sm_120", Verdict.RUNS),
+        (path("nobody.knows.this"), "sm_120", Verdict.UNKNOWN),
+        (path(None), "sm_120", Verdict.UNKNOWN),
+        (path(None, "nccl"), "sm_120", Verdict.RUNS),
+        (path(None, "nccl", "the trace stopped"), "sm_120", Verdict.UNKNOWN),
+    ],
+)
+def test_verdicts(given: HotPath, arch: str, verdict: Verdict) -> None:
+    judgement = judge_path(given, ARCHS[arch])
+    assert judgement.verdict is verdict
+    assert judgement.reason
+
+
+def test_nothing_is_shown_where_nothing_was_traced() -> None:
+    tree = SglangTree("/t", "0.5.23", "folder")
+    empty = Trace(tree, Arch(12, 0), {}, (), {}, (), (), (), (), {})
+    assert list(path_parts(empty)) == list(path_parts(None)) == []
