@@ -5,14 +5,19 @@ import shutil
 import struct
 import subprocess
 import zlib
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from html import escape, unescape
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reporting
 
-from dsv4doctor.models import Report, Run
+from dsv4doctor.models import Report, Run, Verdict
 from dsv4doctor.report import html
 
 _VOID = {"meta", "br"}
@@ -146,16 +151,6 @@ def _browse(page: Path, folder: Path, *options: str) -> subprocess.CompletedProc
     )
 
 
-def _corner(png: Path) -> tuple[int, ...]:
-    """The colour of the first pixel: no PNG filter changes it."""
-    data, at, packed = png.read_bytes(), 8, b""
-    while at < len(data):
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        packed += data[at + 8 : at + 8 + length] if kind == b"IDAT" else b""
-        at += 12 + length
-    return tuple(zlib.decompress(packed)[1:4])
-
-
 def _requests(page: Path, folder: Path) -> tuple[set[str], subprocess.CompletedProcess[str]]:
     """What the page itself asked for; the browser's own traffic has no page behind it."""
     log = folder / "net.json"
@@ -190,18 +185,146 @@ def test_a_request_and_a_console_message_would_be_seen(tmp_path: Path) -> None:
     assert "CONSOLE" in done.stderr
 
 
+# ------------------------------------------------------------------------------ how it looks
+
+_LIGHT = {"runs": (26, 127, 75), "fallback": (154, 106, 0), "fails": (198, 47, 47)}
+_DARK = {"runs": (63, 185, 122), "fallback": (224, 171, 58), "fails": (244, 112, 112)}
+_SCHEMES = {
+    "light": (1, (246, 247, 249), {**_LIGHT, "unknown": (106, 111, 120)}),
+    "dark": (0, (15, 19, 24), {**_DARK, "unknown": (143, 153, 165)}),
+}
+_SHAPES = {"runs": "✓", "fallback": "~", "fails": "✕", "unknown": "?"}
+
+
+def _every_verdict() -> Run:
+    """The story on 44 layers of all verdicts, a command to copy, and a long word."""
+    sample = reporting.story()
+    assert sample.trace is not None
+    first = sample.trace.layers[0]
+    verdicts = list(Verdict)
+    layers = tuple(
+        replace(first, name=f"model.layers.{index}.mlp.experts", verdict=verdicts[index % 4])
+        for index in range(43)
+    )
+    trace = replace(sample.trace, layers=(*layers, sample.trace.layers[-1]))
+    launch = sample.snapshot.launch
+    assert launch is not None
+    launch = replace(launch, flags=(*launch.flags, "--served-model-name", "x" * 300))
+    snapshot = replace(sample.snapshot, launch=launch)
+    return Run((reporting.report(replace(sample, trace=trace, snapshot=snapshot)),))
+
+
+def _measured(run: Run, folder: Path, width: int, scheme: int) -> dict[str, Any]:
+    """What the browser makes of the report in a frame of `width` pixels."""
+    quoted = escape(html.render(run), quote=True)
+    script = Path(__file__).with_name("measure.js").read_text(encoding="utf-8")
+    wrapper = folder / "wrapper.html"
+    wrapper.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><pre id="measured"></pre>'
+        f'<iframe id="frame" style="width:{width}px;height:900px;border:0" srcdoc="{quoted}">'
+        f"</iframe><script>onload = () => {{{script}}}</script>",
+        encoding="utf-8",
+    )
+    setting = f"--blink-settings=preferredColorScheme={scheme}"
+    done = _browse(wrapper, folder, setting, "--dump-dom", "--window-size=1600,1000")
+    text = done.stdout.partition('<pre id="measured">')[2].partition("</pre>")[0]
+    found: dict[str, Any] = json.loads(unescape(text))
+    assert found["width"] == width
+    return found
+
+
+def _apart(one: dict[str, float], other: dict[str, float]) -> bool:
+    return (
+        one["right"] <= other["left"] + 0.5
+        or other["right"] <= one["left"] + 0.5
+        or one["bottom"] <= other["top"] + 0.5
+        or other["bottom"] <= one["top"] + 0.5
+    )
+
+
 @pytest.mark.chromium
-def test_browser_shows_light_and_dark(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("width", [400, 1280])
+def test_browser_lays_it_out(scheme: str, width: int, tmp_path: Path) -> None:
+    number, background, colours = _SCHEMES[scheme]
+    found = _measured(_every_verdict(), tmp_path, width, number)
+    assert tuple(found["page"]) == background
+    assert found["scrolls"] <= 0
+    assert len(found["cells"]) == 44
+    for cell in found["cells"]:
+        assert tuple(cell["colour"]) == colours[cell["verdict"]]
+        assert cell["shape"] == _SHAPES[cell["verdict"]]
+    assert {cell["verdict"] for cell in found["cells"]} == set(colours)
+    for name, parts in found["parts"].items():
+        assert parts, name
+        for box in parts:
+            assert box["right"] - box["left"] > 20, (name, box)
+            assert box["bottom"] - box["top"] > 10, (name, box)
+            # A wide table scrolls inside its own card.
+            assert name == "table" or (box["left"] >= 0 and box["right"] <= width), (name, box)
+    for boxes in (found["blocks"], found["strip"], found["steps"]):
+        assert all(_apart(one, other) for one, other in combinations(boxes, 2))
+    dim = [one for one in found["contrasts"] if one["ratio"] < 4.5 or one["size"] < 12]
+    assert dim == []
+
+
+@pytest.mark.chromium
+def test_what_is_ugly_would_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled = (
+        ".soft { color: #bbb !important } h1 { width: 3000px } "
+        ".strip span { margin-right: -30px } .finding { margin-top: -80px }"
+    )
+    monkeypatch.setattr(html, "STYLE", html.STYLE + spoiled)
+    found = _measured(_every_verdict(), tmp_path, 1280, 1)
+    assert found["scrolls"] > 1000
+    assert any(one["ratio"] < 2 for one in found["contrasts"])
+    for name in ("strip", "blocks"):
+        assert not all(_apart(one, other) for one, other in combinations(found[name], 2))
+
+
+@pytest.mark.chromium
+def test_browser_paints_the_strip(tmp_path: Path) -> None:
+    """The pixels themselves: every verdict's colour is on the picture, in both schemes."""
     page = tmp_path / "report.html"
-    page.write_text(html.render(_RUNS["story"]()), encoding="utf-8")
-    corners = []
-    for scheme in (1, 0):
-        shot = tmp_path / f"{scheme}.png"
-        _browse(
-            page,
-            tmp_path,
-            f"--blink-settings=preferredColorScheme={scheme}",
-            f"--screenshot={shot}",
-        )
-        corners.append(_corner(shot))
-    assert corners == [(0xF6, 0xF7, 0xF9), (0x0F, 0x13, 0x18)]
+    page.write_text(html.render(_every_verdict()), encoding="utf-8")
+    for name, (number, background, colours) in _SCHEMES.items():
+        shot = tmp_path / f"{name}.png"
+        setting = f"--blink-settings=preferredColorScheme={number}"
+        _browse(page, tmp_path, setting, f"--screenshot={shot}", "--window-size=1280,1200")
+        counts = _pixels(shot)
+        assert counts[background] > 10_000
+        for colour in colours.values():
+            assert counts[colour] > 2000, (name, colour)
+
+
+def _pixels(png: Path) -> Counter[tuple[int, ...]]:
+    """How often each colour is on an 8-bit RGB or RGBA picture."""
+    data, at, packed = png.read_bytes(), 8, b""
+    width, height, depth, kind = struct.unpack(">IIBB", data[16:26])
+    assert depth == 8
+    while at < len(data):
+        length, name = struct.unpack(">I4s", data[at : at + 8])
+        packed += data[at + 8 : at + 8 + length] if name == b"IDAT" else b""
+        at += 12 + length
+    size = {2: 3, 6: 4}[kind]
+    raw, stride = zlib.decompress(packed), width * size
+    counts: Counter[tuple[int, ...]] = Counter()
+    before = bytearray(stride)
+    for row in range(height):
+        start = row * (stride + 1)
+        line = _unfiltered(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), before, size)
+        counts.update(zip(line[0::size], line[1::size], line[2::size], strict=True))
+        before = line
+    return counts
+
+
+def _unfiltered(kind: int, line: bytearray, above: bytearray, size: int) -> bytearray:
+    """A row of a PNG: each byte is stored as the difference to what its neighbours foretell."""
+    for index in range(len(line) if kind else 0):
+        left = line[index - size] if index >= size else 0
+        up, corner = above[index], above[index - size] if index >= size else 0
+        guess = (left, up, (left + up) // 2, 0)[kind - 1]
+        if kind == 4:
+            guess = min((left, up, corner), key=lambda one: abs(left + up - corner - one))
+        line[index] = (line[index] + guess) & 0xFF
+    return line

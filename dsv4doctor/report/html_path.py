@@ -89,7 +89,11 @@ def _branch(branch: Branch) -> str:
 
 
 def _end(layer: Layer) -> str:
-    kernel = f" reaches <code>{text(layer.kernel.symbol)}</code>" if layer.kernel else ""
+    kernel = ""
+    if layer.kernel is not None:
+        site = layer.kernel.call_site
+        called = f' <span class="soft">called at {text(place(site))}</span>' if site else ""
+        kernel = f" reaches <code>{text(layer.kernel.symbol)}</code>{called}"
     return (
         f'<div class="end {layer.verdict.value}"><b>{text(layer.quant_method or "no method")}</b>'
         f' <span class="soft">decided at {text(place(layer.decided_at))},</span>{kernel}'
