@@ -33,6 +33,7 @@ NAMES = {
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<>": (
         "all-reduce"
     ),
+    "void sglang::all_reduce_1shot_push_kernel<...>": "all-reduce",
     "_all_gather_kernel_inner": "gather-scatter",
     "void dpsk::ep::internode::dispatch<false, 8, true, 8>(...)": "expert-parallel",
     "void deep_gemm::sm90_fp8_paged_mqa_logits<64u, 128u>(unsigned int)": "mqa-logits",
@@ -41,6 +42,7 @@ NAMES = {
     "(anonymous namespace)::topk_transform_decode_kernel((anonymous namespace)::P)": (
         "indexer-top-k"
     ),
+    "void sglang::topk_main_kernel<...>": "indexer-top-k",
     "_logits_kernel": "indexer-of-dsv4doctor",
     "void sglang::fused_store_indexer_cache<__nv_bfloat16>(FusedStoreCacheParam)": "fp4-indexer",
     "_set_k_and_s_triton_kernel": "indexer-cache",
@@ -54,11 +56,13 @@ NAMES = {
     _GROUPED: "moe-cutlass",
     f"{_DEEP}8u, (deep_gemm::GemmType)1>(float*, int*)": "moe-deepgemm",
     "_silu_and_mul_post_quant_kernel": "moe-deepgemm",
-    "void sglang::sm120_nvfp4_moe_mtp_kernel<...>": "moe-b12x",
+    "void sglang::nvfp4_mtp_mma::fc1<...>": "moe-b12x",
     "_product_kernel": "moe-of-dsv4doctor",
     "void moe_align_block_size_kernel<int>(int const*, int*)": "moe-routing",
     "void moeSoftmax<float, 256>(float const*)": "moe-routing",
     "moe_hash_topk_fused": "moe-routing",
+    "route_radix_kernel": "moe-routing",
+    "_sum_kernel": "moe-of-dsv4doctor",
     "void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<...>": "sparse-mla",
     "_tiled_sparse_decode_kernel": "sparse-mla",
     "decode_kernel": "mla-of-dsv4doctor",
@@ -88,6 +92,8 @@ NAMES = {
     "void sglang::fused_norm_rope<...>": "norm",
     "apply_rotary_emb_triton_kernel": "rope",
     "_hc_split_sinkhorn_triton_kernel": "hyper-connections",
+    "_vocab_parallel_embedding_kernel": "embedding",
+    "hicache_transfer_per_layer": "cache-transfer",
     "void flashinfer::activation::act_and_mul_kernel<__nv_bfloat16>": "activation",
     "void at::native::sbtopk::gatherTopK<float, unsigned int, 1, false>": "sampling",
     "void at_cuda_detail::cub::DeviceScanInitKernel<at_cuda_detail::cub::ScanTileState<int> >": (

@@ -133,7 +133,7 @@ class _Device:
 
     def add(self, event: dict[str, Any], start: int, end: int) -> None:
         name = str(event.get("name", ""))
-        if event["cat"] == "gpu_user_annotation":
+        if event["cat"].startswith("gpu_user"):
             self._mark(name, event, start, end)
             return
         known = self._rows.get(name)

@@ -34,7 +34,7 @@ Progress = Callable[[int, "int | None"], None]
 
 # Each begins with plain text, which is what makes the search fast.
 _GPU = re.compile(
-    r'"cat"\s*:\s*"(?:[Kk]ernel|gpu_memcpy|gpu_memset|[Mm]emcpy|[Mm]emset|gpu_user_annotation)"'
+    r'"cat"\s*:\s*"(?:[Kk]ernel|gpu_memcpy|gpu_memset|[Mm]emcpy|[Mm]emset|gpu_user_[aA]nnotation)"'
 )
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _ALONE = re.compile(r"\s*\[(?=\s*\{)")
