@@ -104,17 +104,27 @@ def _float32_indexer(sources: Sources) -> bool:
 
 
 def needed(facts: Facts) -> str | None:
+    reason = "mHC's pre mixing runs in float32 torch operations"
     if not facts.arch.is_sm12x:
         return None
+    if facts.trace is not None and facts.trace.paths:
+        return reason if _on_torch(facts.trace) else None
     try:
         elsewhere = [name for name in _ELSEWHERE if is_true(in_effect(facts, name))]
     except NotChecked:
         return None
-    return None if elsewhere else "mHC's pre mixing runs in float32 torch operations"
+    return None if elsewhere else reason
+
+
+def _on_torch(trace: Trace) -> bool:
+    return any(path.name == "mhc-pre" and _TORCH_HC in path.detail for path in trace.paths)
 
 
 def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
-    return shared.still_on(after, ("mhc-pre",), _TORCH_HC) if facts.arch.is_sm12x else ()
+    if not facts.arch.is_sm12x:
+        return ()
+    still = ("mhc-pre still goes through torch operations",) if _on_torch(after) else ()
+    return still + shared.still_on(after, ("mhc-pre",), _TORCH_HC)
 
 
 _HC_BEFORE = """\

@@ -13,6 +13,14 @@ _VARIABLE_AT_IMPORT = re.compile(
 )
 
 
+_OURS = {
+    "triton:dsv4doctor.kernels.indexer_logits._logits_kernel": "indexer_logits",
+    "triton:dsv4doctor.kernels.mla_kernels.decode_kernel": "sparse_decode",
+    "triton:dsv4doctor.kernels.dense_glue._mix_kernel": "hc_mix",
+}
+"""The kernels of a patched SGLang's hot paths, by what they compute."""
+
+
 class Calls:
     """Runs something and keeps, in order, what native code and which SGLang functions it called.
 
@@ -91,6 +99,7 @@ def _fitting(entries, wanted, helper, window):
         name = entry["symbol"].rsplit(".", 1)[-1]
         if name in ("forward", "default"):  # its own name comes before
             name = entry["symbol"]
+        name = _OURS.get(entry["symbol"], name)
         if place and wanted.search(name) and not helper.search(name):
             yield entry, place
 
