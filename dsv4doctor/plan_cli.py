@@ -218,10 +218,13 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
             port=options["port"],
             port_base=options["port_base"],
             flags=ctx.meta.get(FLAGS_KEY, ()),
+            python=options["python"],
             variables=tuple((name, target.launch.environment[name]) for name in named),
         )
         on = build.ground(ask, target, None if saved else listening)
-        proof = prove.prove(build.plan(ask, on), on, options["timeout"], progress.phase)
+        planned = build.plan(ask, on)
+        render.check_kind(planned, kind)
+        proof = prove.prove(planned, on, options["timeout"], progress.phase)
     written = render.files(proof.plan, kind, Path(target.tree.root), options["image"])
     files.write(out, written, options["force"])
     if options["explain"]:

@@ -49,6 +49,8 @@ class Ask:
     """SGLang's, after `--`."""
     variables: tuple[tuple[str, str], ...] = ()
     """--env."""
+    python: str | None = None
+    """The serving environment's, as given."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def plan(ask: Ask, on: Ground) -> Plan:
     return Plan(
         model=model,
         model_name=on.target.checkpoint.name,
-        interpreter=_interpreter(on.target),
+        interpreter=ask.python or _interpreter(on.target),
         release=on.target.tree.version,
         arch=on.target.arch,
         host=ask.host,
@@ -211,7 +213,9 @@ def _model(target: Target) -> str:
 
 def _interpreter(target: Target) -> str:
     """The serving environment's Python where it is known, else whichever is first on PATH."""
-    return "python" if target.tree.borrowed else str(target.interpreter)
+    if not target.tree.borrowed:
+        return str(target.interpreter)
+    return target.launch.interpreter or "python"
 
 
 def _notes(ask: Ask, on: Ground, servers: Sequence[Server]) -> list[str]:

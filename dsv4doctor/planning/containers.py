@@ -14,6 +14,11 @@ _INSIDE = "/models/dsv4"
 _READY_SECONDS = 3600
 """For a server to load its weights and capture its graphs."""
 
+_KUBELET = (
+    "# The kubelet chooses the GPUs. For those of one NUMA node, with the CPUs beside them:",
+    "# topologyManagerPolicy: single-numa-node, topologyManagerScope: container.",
+)
+
 
 def image_of(release: str) -> str:
     """SGLang's own image of a release."""
@@ -85,7 +90,7 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
             {
                 "name": "router",
                 "image": image,
-                "command": _router_words(plan, "0.0.0.0"),
+                "command": _literal(_router_words(plan, "0.0.0.0")),
                 "ports": [{"name": "http", "containerPort": plan.router.port}],
             }
         )
@@ -126,7 +131,12 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
         ),
     ]
     text = "---\n".join(yaml_text(one) for one in objects)
-    return {"dsv4.yaml": "\n".join([*_comments(plan), text])}
+    return {"dsv4.yaml": "\n".join([*_comments(plan), *_KUBELET, text])}
+
+
+def _literal(words: list[str]) -> list[str]:
+    """Kubernetes replaces $(NAME)."""
+    return [word.replace("$(", "$$(") for word in words]
 
 
 def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +152,9 @@ def _container(plan: Plan, server: Server, image: str) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": server.part.value,
         "image": image,
-        "command": _words(plan, server, bound=False, host=None if plan.is_pair else "0.0.0.0"),
+        "command": _literal(
+            _words(plan, server, bound=False, host=None if plan.is_pair else "0.0.0.0")
+        ),
         "envFrom": [{"configMapRef": {"name": "dsv4-env"}}],
         "resources": {"limits": {"nvidia.com/gpu": count}},
         "volumeMounts": mounts,

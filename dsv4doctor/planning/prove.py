@@ -174,8 +174,13 @@ def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
         why = f"traced: with this SGLang the experts run so ({way.change})"
         first = plan.servers[0].words
         servers = tuple(with_flags(server, first, way.flags, why) for server in plan.servers)
-        note = f"instead of SGLang's choice, on every side: {way.change}"
-        return replace(plan, servers=servers, notes=(*plan.notes, note))
+        notes = [*plan.notes, f"instead of SGLang's choice, on every side: {way.change}"]
+        if _speculates(first) and not _speculates(way.flags):
+            notes.append(
+                "speculative decoding is left out: this SGLang's draft does not run on "
+                f"{plan.arch.name}; `dsv4doctor fix` may change that, then plan again"
+            )
+        return replace(plan, servers=servers, notes=tuple(notes))
     added = False
     for finding, name, value in _variables(reports, plan, tried):
         tried.variables[name] = Setting(name, (value,), f"{finding.rule}: {finding.message}")
@@ -186,6 +191,10 @@ def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
 
 def _rules(reports: Sequence[Report]) -> set[str]:
     return {finding.rule for report in reports for finding in report.findings}
+
+
+def _speculates(words: Sequence[str]) -> bool:
+    return "--speculative-algorithm" in words
 
 
 def _way(report: Report) -> Alternative | None:

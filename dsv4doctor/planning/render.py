@@ -32,6 +32,12 @@ def files(plan: Plan, kind: str, root: Path, image: str | None) -> dict[str, str
     }
 
 
+def check_kind(plan: Plan, kind: str) -> None:
+    """UsageError for a plan that cannot be written as `kind`, before the work is done."""
+    if kind == "systemd":
+        units(plan)
+
+
 def names(pair: bool, kind: str) -> tuple[str, ...]:
     """The names of the files that there will be."""
     parts = ("prefill", "decode", "router") if pair else ("server",)
