@@ -40,6 +40,7 @@ document.getElementById("measured").textContent = JSON.stringify({
   width: page.documentElement.clientWidth,
   scrolls: page.documentElement.scrollWidth - page.documentElement.clientWidth,
   contrasts, cells,
+  hidden: [...page.querySelectorAll(".scroll")].map((box) => box.scrollWidth - box.clientWidth),
   blocks: boxes("body > section > *"),
   strip: boxes(".strip span"),
   steps: boxes(".path > li > div"),

@@ -154,7 +154,7 @@ def _number(name: str, position: int) -> str:
 
 
 def _table(layers: Sequence[Layer]) -> str:
-    heads = ("verdict", "layer", "stored", "quant method", "runner", "kernel", "flags read")
+    heads = ("verdict", "layer", "stored", "quant method", "runner", "kernel")
     rows = []
     for layer_range in fold(layers):
         layer = layer_range.layer
@@ -164,16 +164,17 @@ def _table(layers: Sequence[Layer]) -> str:
             layer.quant_method or "-",
             layer.runner_backend or "-",
             layer.kernel.symbol.rpartition(".")[2] if layer.kernel else "-",
-            ", ".join(layer.flags_consulted) or "none",
         ]
+        read = ", ".join(layer.flags_consulted) or "no flag"
         row = "".join(f"<td>{text(cell)}</td>" for cell in cells)
         verdict = layer.verdict.value
         rows.append(
             f'<tr><td class="verdict-cell {verdict}">{_MARKS[layer.verdict]} {verdict}</td>{row}'
-            f'</tr><tr><td></td><td class="soft" colspan="6">{text(layer.reason)}; decided at '
-            f"{text(place(layer.decided_at))}</td></tr>"
+            f'</tr><tr><td></td><td class="soft" colspan="5">{text(layer.reason)}; decided at '
+            f"{text(place(layer.decided_at))}, which read {text(read)}</td></tr>"
         )
-    return f'<div class="scroll"><table><tr>{_heads(heads)}</tr>{"".join(rows)}</table></div>'
+    body = "".join(rows)
+    return f'<div class="scroll"><table class="layers"><tr>{_heads(heads)}</tr>{body}</table></div>'
 
 
 def _heads(names: Sequence[str]) -> str:

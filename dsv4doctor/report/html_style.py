@@ -106,6 +106,10 @@ details > :not(summary) { margin-top: .6rem; }
 .end { border: 2px solid var(--tone); border-radius: 8px; padding: .5rem .75rem; }
 @media (max-width: 40rem) {
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
+  .layers tr:first-child, .layers td:empty { display: none; }
+  .layers, .layers tbody, .layers tr, .layers td[colspan] { display: block; }
+  .layers td { display: inline-block; max-width: 100%; padding: .1rem .6rem .1rem 0; border: 0; }
+  .layers td[colspan] { padding-bottom: .7rem; }
 }
 @media print { body { max-width: none; background: none; } .card { break-inside: avoid; } }
 """
