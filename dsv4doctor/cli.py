@@ -25,7 +25,7 @@ from dsv4doctor.cli_options import (
     report_options,
 )
 from dsv4doctor.diagnose_cli import diagnose_command, explain_command
-from dsv4doctor.errors import DoctorError
+from dsv4doctor.errors import DoctorError, UsageError, shortened
 from dsv4doctor.fix_cli import fix_command, run_command
 from dsv4doctor.kernels_cli import kernels_group
 from dsv4doctor.plan_cli import plan_group
@@ -100,11 +100,11 @@ def check(ctx: click.Context, /, **options: Any) -> None:
 
 
 @cli.command("trace-moe", cls=FlagsCommand)
-@click.option("--main", "only", flag_value="main", help="Only the main model's layers.")
-@click.option("--draft", "only", flag_value="draft", help="Only the draft model's layers.")
+@click.option("--main", is_flag=True, help="Only the main model's layers.")
+@click.option("--draft", is_flag=True, help="Only the draft model's layers.")
 @report_options(("console", "json"))
 @click.pass_context
-def trace_moe(ctx: click.Context, /, only: str | None, **options: Any) -> None:
+def trace_moe(ctx: click.Context, /, main: bool, draft: bool, **options: Any) -> None:
     """Show what every routed-expert layer resolves to, and where that was decided.
 
     \b
@@ -113,7 +113,10 @@ def trace_moe(ctx: click.Context, /, only: str | None, **options: Any) -> None:
       dsv4doctor trace-moe --draft --why --launch serve.sh
       dsv4doctor trace-moe MODEL --arch sm_120 --sglang 0.5.23 -- --tp 4
     """
-    report_launch(ctx, options, "trace-moe", (only,) if only else ("main", "draft"))
+    if main and draft:
+        raise UsageError("--main and --draft are both given", "without either, both are shown")
+    roles = tuple(role for role, given in (("main", main), ("draft", draft)) if given)
+    report_launch(ctx, options, "trace-moe", roles or ("main", "draft"))
 
 
 @cli.command(cls=FlagsCommand)
@@ -212,7 +215,7 @@ def report_launch(
         deliver(baseline, planned.baseline, "--baseline")
         say(f"dsv4doctor: {planned.baseline} written")
     for report in run.reports:
-        say(_summary(report, several=len(run.outcomes) > 1))
+        say(_summary(report, name, several=len(run.outcomes) > 1))
     ctx.exit(gate.worst(run) or failing_paths(run))
 
 
@@ -242,12 +245,16 @@ def _rendered(run: Run, options: dict[str, Any], name: str) -> str:
     return render_run(run, style, with_findings=name == "check")
 
 
-def _summary(report: Report, several: bool) -> str:
-    from dsv4doctor.report.console import summary
+def _summary(report: Report, command: str, several: bool) -> str:
+    from dsv4doctor.report.console import layer_summary, summary
 
     cached = ", trace from the cache" if report.facts.trace and report.facts.trace.cached else ""
     name = f"{report.gate.target}: " if several else ""
-    line = f"dsv4doctor: {name}{summary(report)} in {report.timings['total']:.1f} s{cached}"
+    said = summary(report)
+    if command == "trace-moe":
+        found = f"; {said}, see `dsv4doctor check`" if report.findings else ""
+        said = layer_summary(report) + found
+    line = f"dsv4doctor: {name}{said} in {report.timings['total']:.1f} s{cached}"
     gap = report.gate.undetermined
     return f"{line}; not determined: {gap}" if gap else line
 
@@ -322,13 +329,28 @@ def _say_json(text: str) -> None:
 
 
 def _misused(error: click.ClickException) -> int:
-    hint = None
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        say(error.ctx.get_help() if error.ctx else error.format_message())
+        return 2
+    message, hint = error.format_message().rstrip("."), None
     if isinstance(error, click.NoSuchOption):
         hint = "SGLang's own flags go after `--`"
     elif isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"see {error.ctx.command_path} --help"
-    _complain(error.format_message().rstrip("."), hint)
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        message = f"{_given_as(error)}: {error.message.rstrip('.')}"
+    _complain(shortened(message), hint)
     return 2
+
+
+def _given_as(error: click.BadParameter) -> str:
+    """The option, or the variable that stands for it where that is what was set."""
+    parameter, ctx = error.param, error.ctx
+    assert parameter is not None
+    source = ctx.get_parameter_source(parameter.name or "") if ctx else None
+    if source is ParameterSource.ENVIRONMENT and isinstance(parameter.envvar, str):
+        return parameter.envvar
+    return next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
 
 
 def _broken(state: dict[str, Any], error: Exception) -> int:

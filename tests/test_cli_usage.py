@@ -1,0 +1,111 @@
+"""What is said to somebody who gives too little, too much or the wrong thing."""
+
+import os
+from pathlib import Path
+
+import pytest
+from reporting import report
+
+from dsv4doctor import cli
+from dsv4doctor.errors import UndeterminedError, UsageError
+from dsv4doctor.launch_limits import check_limits
+from dsv4doctor.models import Launch
+from dsv4doctor.report.console import layer_summary, render_trace
+from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_CUTLASS, facts
+from dsv4doctor.wheels import fetch_tree
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on standard error."""
+    assert cli.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture(autouse=True)
+def _nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("DSV4DOCTOR_")]:
+        monkeypatch.delenv(name)
+
+
+def test_nothing_given_asks_for_the_launch_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _refused(capsys, "check")
+    assert "no MODEL and no --launch given" in said
+    assert "--arch" not in said
+
+
+def test_main_and_draft_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--main", "--draft"], ["--draft", "--main"]):
+        assert "--main and --draft are both given" in _refused(capsys, "trace-moe", *flags)
+
+
+def test_a_wrong_value_names_what_was_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4DOCTOR_ARCH", "sm_9")
+    assert _refused(capsys, "check").startswith("dsv4doctor: DSV4DOCTOR_ARCH: 'sm_9' is not one of")
+    said = _refused(capsys, "check", "--arch", "sm_8")
+    assert said.startswith("dsv4doctor: --arch: 'sm_8' is not one of")
+
+
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["kernels"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Usage: dsv4doctor kernels")
+    assert "\n  verify " in shown
+
+
+def test_a_very_long_name_is_not_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["check", "m" * 50_000, "--arch", "sm_120"], ["check", "--arch", "a" * 9000]):
+        said = _refused(capsys, *arguments)
+        assert len(said) < 2000
+        assert "..." in said
+
+
+# ------------------------------------------------------------------------------ limits
+
+
+def _launch(*flags: str) -> Launch:
+    return Launch("command line", None, {}, "model", flags)
+
+
+def test_more_flags_than_a_launch_has() -> None:
+    check_limits(_launch(*["--tp", "4"] * 1000))
+    with pytest.raises(UsageError, match="60000 arguments"):
+        check_limits(_launch(*["--tp"] * 60_000))
+    with pytest.raises(UsageError, match="1 arguments with 300000 characters"):
+        check_limits(_launch("x" * 300_000))
+
+
+def test_a_config_file_of_aliases(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("a: &a [x, x]\nb: [*a, *a]\ntp: 4\nname: 2*3 a*b\n")
+    check_limits(_launch("--config", str(path)))
+    path.write_text("a: &a [x]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9)))
+    with pytest.raises(UsageError, match="more than 16 YAML aliases"):
+        check_limits(_launch(f"--config={path}"))
+    path.write_text("a: b\n" * 300_000)
+    with pytest.raises(UsageError, match="larger than 1 MiB"):
+        check_limits(_launch("--config", str(path)))
+    check_limits(_launch("--config", str(tmp_path / "absent.yaml")))
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    pip = tmp_path / "python"
+    pip.write_text("#!/bin/sh\necho 'ERROR: [Errno 28] No space left on device' >&2\nexit 1\n")
+    pip.chmod(0o755)
+    with pytest.raises(UndeterminedError, match="no space left in") as caught:
+        fetch_tree("0.5.99", tmp_path / "cache", python=str(pip))
+    assert "DSV4DOCTOR_CACHE" in (caught.value.hint or "")
+
+
+# ------------------------------------------------------------------------------ trace-moe
+
+
+def test_the_summary_of_a_trace_counts_layers() -> None:
+    shown = report(facts("sm_120", [*MAIN_CUTLASS, DRAFT_TRTLLM]))
+    assert layer_summary(shown) == "layers: 3 main runs, 1 draft fails"
+    assert "DSV" not in render_trace(shown, 100, False, verbose=False, why=False)
