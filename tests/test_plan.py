@@ -19,7 +19,7 @@ from dsv4doctor.models import Arch, GpuFacts, HostFacts, SglangTree
 from dsv4doctor.planning.build import Ask, plan
 from dsv4doctor.planning.explain import explained
 from dsv4doctor.planning.files import check_folder, write
-from dsv4doctor.planning.layout import Plan
+from dsv4doctor.planning.layout import Plan, Setting
 from dsv4doctor.planning.ports import Allotment, listening
 from dsv4doctor.planning.release import read_release
 from dsv4doctor.planning.render import KINDS, files, names
@@ -296,6 +296,7 @@ def test_flags_that_the_plan_decides(words: tuple[str, ...]) -> None:
         (Ask(True, transfer="carrier-pigeon"), "no such transfer backend"),
         (Ask(True, context=2_000_000), "1,048,576 tokens at most"),
         (Ask(True, gpus="0-2"), "3 GPUs"),
+        (Ask(True, variables=(("X", "a\nb"),)), "--env X: a value with control characters"),
     ],
 )
 def test_what_cannot_be_had(ask: Ask, said: str, flash: Path, tree: SglangTree) -> None:
@@ -358,6 +359,28 @@ def test_a_script_starts_what_it_says(pair: Plan, tree: SglangTree, tmp_path: Pa
     assert words[:3] == ["--cpunodebind=1", "--membind=1", "python"]
     assert words[5:7] == ["--model-path", "/models/it's $HOME"]
     assert tuple(words[7:]) == pair.servers[1].words
+
+
+def test_a_name_is_no_way_into_a_file(pair: Plan, tree: SglangTree, tmp_path: Path) -> None:
+    """The checkpoint's folder and a reason come from elsewhere."""
+    evil = "x\ntouch gone\r\nexit 1\x1b[2J"
+    first = pair.servers[0]
+    flags = tuple(replace(flag, why=evil) for flag in first.flags)
+    worded = replace(first, flags=(*flags, Setting("--log-level", ("$(touch gone)",), evil)))
+    odd = replace(
+        pair, model_name=evil, servers=(worded, pair.servers[1]), problems=(evil,), notes=(evil,)
+    )
+    placed = replace(odd, interpreter="/opt/py thon")
+    for kind in KINDS:
+        for name, text in files(placed, kind, Path(tree.root), None).items():
+            for line in text.splitlines():
+                assert "touch gone" not in line or line.lstrip().startswith(
+                    ("#", "Desc", "--", '"')
+                )
+            assert "\x1b" not in text
+            if name.endswith(".yaml"):
+                assert all(yaml.safe_load_all(text))
+    assert "\x1b" not in explained(odd)
 
 
 @pytest.mark.parametrize("kind", KINDS)

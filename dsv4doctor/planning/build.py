@@ -103,6 +103,9 @@ def plan(ask: Ask, on: Ground) -> Plan:
         for part, side, given, sized in zip(parts, sides, pairs, sizes, strict=True)
     )
     model = _model(on.target)
+    _check_lines("MODEL", model)
+    for name, value in ask.variables:
+        _check_lines(f"--env {name}", value)
     variables = tuple(Setting(name, (value,), "given with --env") for name, value in ask.variables)
     variables += settings.thinking_variable(ask.thinking, on.release)
     return Plan(
@@ -203,6 +206,12 @@ def _size(part: Part, side: Side, wanted: Wanted, on: Ground) -> Size:
         prefills=part is not Part.DECODE,
         decodes=part is not Part.PREFILL,
     )
+
+
+def _check_lines(what: str, value: str) -> None:
+    """An environment file has a line for each variable."""
+    if not value.isprintable():
+        raise UsageError(f"{what}: a value with control characters", "give it without")
 
 
 def _model(target: Target) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dsv4doctor.planning.layout import Plan, Server, Setting
 from dsv4doctor.planning.scripts import binding
+from dsv4doctor.terminal import harmless
 
 
 def explained(plan: Plan) -> str:
@@ -22,7 +23,7 @@ def explained(plan: Plan) -> str:
     for title, texts in (("noted", plan.notes), ("not sound", plan.problems)):
         if texts:
             lines += ["", title, *(f"  {text}" for text in texts)]
-    return "\n".join(lines) + "\n"
+    return harmless("\n".join(lines)) + "\n"
 
 
 def _title(server: Server) -> str:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from dsv4doctor.planning.layout import Plan, Server, Setting
+from dsv4doctor.terminal import harmless
 
 ENV_FILE = "dsv4.env"
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
@@ -37,7 +38,12 @@ def plain_value(text: str) -> str:
 
 def reasons(settings: Iterable[Setting], mark: str = "#") -> list[str]:
     """A comment of one line for each."""
-    return [f"{mark} {' '.join(f'{one.shown}: {one.why}'.split())}" for one in settings]
+    return [f"{mark} {_line(f'{one.shown}: {one.why}')}" for one in settings]
+
+
+def _line(text: str) -> str:
+    """`text` as one line of a comment."""
+    return " ".join(harmless(text).split())
 
 
 def binding(server: Server) -> tuple[str, ...]:
@@ -51,12 +57,11 @@ def binding(server: Server) -> tuple[str, ...]:
 def head(plan: Plan, what: str) -> list[str]:
     """The comment at the top of a file."""
     lines = [
-        f"# {plan.model_name} on SGLang {plan.release} for {plan.arch.name}: {what}.",
-        "# Written by dsv4doctor plan.",
+        f"{plan.model_name} on SGLang {plan.release} for {plan.arch.name}: {what}.",
+        "Written by dsv4doctor plan.",
+        *(f"NOT SOUND: {problem}" for problem in plan.problems),
     ]
-    for problem in plan.problems:
-        lines.append(f"# NOT SOUND: {' '.join(problem.split())}")
-    return lines
+    return [f"# {_line(text)}" for text in lines]
 
 
 def _server(plan: Plan, server: Server) -> str:

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from dsv4doctor.errors import UsageError
 from dsv4doctor.planning.layout import Plan, Server
 from dsv4doctor.planning.scripts import ENV_FILE, env_file, head, reasons
+from dsv4doctor.terminal import harmless
 
 _FOLDER = "/etc/dsv4"
 _SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@+=:,./-")
@@ -118,4 +119,4 @@ def _quoted(text: str, command: bool = False) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.replace("%", "%%").split())
+    return " ".join(harmless(text).replace("%", "%%").split())
