@@ -375,7 +375,7 @@ def test_a_name_is_no_way_into_a_file(pair: Plan, tree: SglangTree, tmp_path: Pa
         for name, text in files(placed, kind, Path(tree.root), None).items():
             for line in text.splitlines():
                 assert "touch gone" not in line or line.lstrip().startswith(
-                    ("#", "Desc", "--", '"')
+                    ("#", "Desc", "--", '"', '- "')
                 )
             assert "\x1b" not in text
             if name.endswith(".yaml"):
