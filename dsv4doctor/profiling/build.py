@@ -141,8 +141,10 @@ class _Device:
             known = self._rows[name] = (category_of(name), [0, 0])
         known[1][0] += 1
         known[1][1] += end - start
-        self._first = min(self._first, start)
-        self._last = max(self._last, end)
+        if start < self._first:
+            self._first = start
+        if end > self._last:
+            self._last = end
         self.intervals.add(start, end, _PLACE[known[0].category])
 
     def _mark(self, name: str, event: dict[str, Any], start: int, end: int) -> None:

@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO
 
 from dsv4doctor.errors import UsageError
@@ -94,18 +94,19 @@ class TraceFile:
 
     # -------------------------------------------------------------------------- events
 
-    def _in_window(self, window: str, last: bool) -> Any:
-        """Gives out the events of `window`; returns from where the next window has to start."""
+    def _in_window(self, window: str, last: bool) -> Generator[dict[str, Any], None, int]:
+        """The events of `window`; returns from where on the next window has to hold it again."""
         done = 0
         for match in _GPU.finditer(window):
-            if match.start() < done or window[match.start() - 1] == "\\":
+            inside = match.start()
+            if inside < done or window[inside - 1] == "\\":
                 continue
-            event, end = _object_around(window, match.start(), done)
+            event, end = _object_around(window, inside, done)
             if event is not None:
                 done = end
                 self._last_failed = False
                 yield event
-            elif not last and len(window) - match.start() < MAX_EVENT:
+            elif not last and len(window) - inside < MAX_EVENT:
                 return max(done, end)  # it goes on in the next block
             else:
                 self._broken += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 
 from dsv4doctor.profiling.types import CATEGORIES
 
@@ -38,7 +39,9 @@ class Intervals:
 
     def in_order(self) -> Iterator[Piece]:
         self._close()
-        return heapq.merge(*(_unpacked(run) for run in self._runs))
+        runs = [_unpacked(run) for run in self._runs]
+        in_order = all(one[-3] <= two[0] for one, two in pairwise(self._runs))
+        return chain.from_iterable(runs) if in_order else heapq.merge(*runs)
 
     def _close(self) -> None:
         if self._open:
@@ -58,31 +61,37 @@ def pieces(intervals: Iterable[Piece]) -> Iterator[Piece]:
     Pieces come in order and do not overlap; neighbours may be of one category.
     """
     running = [0] * len(CATEGORIES)
+    claims = 0  # a bit for every category that runs, that of highest claim lowest
     ends: list[tuple[int, int]] = []
     now = 0
     for start, end, category in intervals:
         while ends and ends[0][0] <= start:
             stop, ended = heapq.heappop(ends)
             if stop > now:
-                yield now, stop, _first(running)
+                yield now, stop, _lowest(claims)
                 now = stop
             running[ended] -= 1
+            if not running[ended]:
+                claims ^= 1 << ended
         if ends and start > now:
-            yield now, start, _first(running)
+            yield now, start, _lowest(claims)
         now = start
         if end > start:
             heapq.heappush(ends, (end, category))
             running[category] += 1
+            claims |= 1 << category
     while ends:
         stop, ended = heapq.heappop(ends)
         if stop > now:
-            yield now, stop, _first(running)
+            yield now, stop, _lowest(claims)
             now = stop
         running[ended] -= 1
+        if not running[ended]:
+            claims ^= 1 << ended
 
 
-def _first(running: Sequence[int]) -> int:
-    return next(place for place, count in enumerate(running) if count)
+def _lowest(claims: int) -> int:
+    return (claims & -claims).bit_length() - 1
 
 
 class Windows:
