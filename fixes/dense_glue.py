@@ -197,6 +197,10 @@ FIX = Fix(
     plan=plan,
     needed=needed,
     changes=shared.no_layer,
+    changes_path=lambda path: (
+        path.name == "mhc-pre"
+        or shared.reaches(path, ("indexer-decode", "indexer-prefill"), _TORCH_INDEXER)
+    ),
     verify=verify,
     verified_by="the trace of the hot paths: mHC's pre mixing reaches dsv4doctor's kernel",
     examples=(

@@ -105,6 +105,7 @@ FIX = Fix(
     plan=plan,
     needed=needed,
     changes=shared.no_layer,
+    changes_path=lambda path: shared.reaches(path, _PATHS, _TORCH),
     verify=verify,
     verified_by="the trace of the hot paths: the indexer reaches dsv4doctor's kernel",
     examples=(

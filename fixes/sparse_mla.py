@@ -121,6 +121,7 @@ FIX = Fix(
     plan=plan,
     needed=needed,
     changes=shared.no_layer,
+    changes_path=lambda path: shared.reaches(path, _PATHS, _KERNEL),
     verify=verify,
     verified_by="the trace of the hot paths: sparse MLA reaches dsv4doctor's kernel",
     examples=(

@@ -14,7 +14,7 @@ import libcst.matchers as m
 
 from dsv4doctor.fixes import edit
 from dsv4doctor.fixes.fix import Absent, Change, Choice, Outcome, Sources
-from dsv4doctor.models import Layer, Trace
+from dsv4doctor.models import HotPath, Layer, Trace
 
 
 def ours(fix: str, variable: str, operation: str, name: str) -> str:
@@ -107,11 +107,11 @@ def plan(
 
 def on_path(trace: Trace | None, names: tuple[str, ...], symbol: str) -> bool:
     """Whether one of the trace's hot paths of these names reaches a kernel with that word in it."""
-    paths = trace.paths if trace else ()
-    return any(
-        path.name in names and path.kernel is not None and symbol in path.kernel.symbol
-        for path in paths
-    )
+    return any(reaches(path, names, symbol) for path in (trace.paths if trace else ()))
+
+
+def reaches(path: HotPath, names: tuple[str, ...], symbol: str) -> bool:
+    return path.name in names and path.kernel is not None and symbol in path.kernel.symbol
 
 
 def still_on(after: Trace, names: tuple[str, ...], symbol: str) -> tuple[str, ...]:
