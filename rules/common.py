@@ -187,12 +187,28 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     changes_to_make = [launch_change(facts, option.flags) for option in working]
     sentences += [text for text in changes_to_make if text is not None]
     commands = [server_command(facts, option.flags) for option in working]
-    return Remedy("\n".join(sentences), tuple(text for text in commands if text is not None))
+    found = tuple(text for text in commands if text is not None)
+    return Remedy("\n".join(sentences), found, _fix_for(facts, layer))
+
+
+def _fix_for(facts: Facts, layer: Layer | None) -> str | None:
+    """The fix that sends these routed experts elsewhere on this GPU."""
+    if layer is None or not (facts.arch.is_sm12x or facts.arch.major == 9):
+        return None
+    if layer.role is Role.DRAFT:
+        return "FIX101" if layer.quant_method == "Mxfp4FlashinferTrtllmMoEMethod" else None
+    changes = facts.trace.arg_changes if facts.trace else ()
+    chosen = any(
+        change.name == "moe_runner_backend" and change.after == "flashinfer_trtllm_routed"
+        for change in changes
+    )
+    return "FIX102" if chosen and facts.arch.is_sm12x else None
 
 
 _PATCH_ONLY = (
     "No flag changes the draft's method: to keep speculative decoding, SGLang has to be patched "
-    "to return Mxfp4FlashinferCutlassMoEMethod there (sgl-project/sglang pull request 40173). "
+    "to return Mxfp4FlashinferCutlassMoEMethod there (sgl-project/sglang pull request 40173), "
+    "which `dsv4doctor fix` does. "
     "That method serves sm_12x from SGLang 0.5.16 on; before, it is made for SM90, and "
     "Mxfp4MarlinMoEMethod is what is left."
 )

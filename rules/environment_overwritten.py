@@ -27,7 +27,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             evidence=(f"set: {name}={wanted}", f"after SGLang's resolution: {name}={after}"),
             remedy=Remedy(
                 f"Remove {name} from the launch: this SGLang does not let it be chosen on "
-                f"{facts.arch.name}."
+                f"{facts.arch.name}.",
+                fix="FIX107" if facts.arch.is_sm12x else None,
             ),
         )
 

@@ -71,7 +71,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         locations=(where,),
         remedy=Remedy(
             "Lower --context-length to what is needed; from SGLang 0.5.16 on the TileLang indexer "
-            f"is the default on sm_12x ({_TILELANG}=1)."
+            f"is the default on sm_12x ({_TILELANG}=1).",
+            fix="FIX104",
         ),
     )
 

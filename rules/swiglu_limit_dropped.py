@@ -48,7 +48,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             remedy=Remedy(
                 "SGLang passes the clamp to FlashInfer's CUTLASS MoE (--moe-runner-backend "
                 "flashinfer_cutlass) from 0.5.21 on; in this release the Marlin runner "
-                "(--moe-runner-backend marlin) applies it."
+                "(--moe-runner-backend marlin) applies it.",
+                fix="FIX103",
             ),
         )
 
