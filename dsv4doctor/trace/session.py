@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -142,6 +142,8 @@ def trace_launches(
             result = outcomes[index]
             if use_cache and isinstance(result, Trace) and not _is_doubtful(result):
                 cache.store(keys[index], result)
+                if requests[index].modules:  # that they import changes nothing else
+                    cache.store(cache.key(replace(requests[index], modules=())), result)
     return [outcomes[index] for index in range(len(requests))]
 
 
