@@ -143,6 +143,7 @@ def test_a_name_that_no_row_knows() -> None:
         ("torch.ops.sglang.cutlass_fp4_group_mm", {"cutlass"}),
         ("jit:moe_wna16_marlin.moe_wna16_marlin_gemm", {"marlin"}),
         ("triton:sglang.srt.layers.moe.fused_moe_triton_kernels.fused_moe_kernel", {"triton"}),
+        ("triton:dsv4doctor.kernels.grouped_gemm._product_kernel", {"dsv4doctor"}),
         ("something.else", set()),
     ],
 )

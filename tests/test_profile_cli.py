@@ -118,10 +118,14 @@ def test_little_fp32_is_said_and_no_more(
     assert [(one["rule"], one["severity"]) for one in found] == [("PRF102", "info")]
 
 
-def _report(folder: Path, *symbols: str) -> str:
+def _report(folder: Path, *symbols: str, paths: dict[str, str] | None = None) -> str:
     layers = [{"name": "x", "kernel": {"symbol": symbol}} for symbol in symbols]
+    others = [
+        {"name": name, "kernel": {"symbol": symbol}} for name, symbol in (paths or {}).items()
+    ]
     path = folder / "report.json"
-    path.write_text(json.dumps({"schema": "dsv4doctor-report/1", "layers": [*layers, {}]}))
+    report = {"schema": "dsv4doctor-report/1", "layers": [*layers, {}], "paths": [*others, {}]}
+    path.write_text(json.dumps(report))
     return str(path)
 
 
@@ -150,6 +154,24 @@ def test_a_prediction_that_cannot_be_compared(
     assert document["findings"] == []
     assert "not compared" in document["profile"]["notes"][0]
     assert "new.moe" in document["profile"]["notes"][0]
+
+
+def test_another_path_than_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Triton kernels go by their function's name; a phase that was not profiled is not missed."""
+    events = [*_decode(300, 20), kernel("_tiled_sparse_decode_kernel", 700 * _US, 10 * _US)]
+    expected = _report(
+        tmp_path,
+        paths={
+            "dense-fp8": "triton:sglang.srt.layers.fp8_kernel._w8a8_block_fp8_matmul",
+            "sparse-mla-decode": "triton:sglang.x.flash_mla_sm120._tiled_sparse_decode_kernel",
+            "sparse-mla-prefill": "triton:sglang.x.flash_mla_sm120._tiled_prefill_kernel",
+            "mhc-post": "tilelang:sglang.kernels.ops.layernorm.mhc.mhc_post_tilelang",
+        },
+    )
+    trace = write(tmp_path / "a.json", events)
+    (finding,) = _json([trace, "--expect", expected], capsys)["findings"]
+    assert (finding["rule"], finding["subject"]) == ("PRF103", "dense-fp8")
+    assert "_w8a8_block_fp8_matmul" in finding["message"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,18 @@ _FP32_WORTH_SAYING = 0.001
 _FAMILY_WORTH_SAYING = 0.05
 """Of the MoE kernels whose implementation is known."""
 _MAX_BYTES = 256 << 20
+_TRITON = "triton:"
+_KINDS = {
+    "-prefill": {"EXTEND", "MIXED"},
+    "-decode": {"DECODE", "VERIFY", "TARGET_VERIFY", "MIXED"},
+}
+"""A path of one phase is only missed where that phase was profiled."""
+_PATH_CATEGORIES = {"dense": "gemm", "sparse": "attention", "kv": "attention", "indexer": "indexer"}
+_ANOTHER_LAUNCH = (
+    "The profile is of another launch, release or GPU than the report, or SGLang decided otherwise "
+    "at run time: one of the two does not describe this server."
+)
+_SAME_LAUNCH = "Run `dsv4doctor check` with the profiled server's own launch and release."
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class Expected:
     symbols: tuple[str, ...]
     unknown: tuple[str, ...]
     """Symbols of which it is not known what a profiler calls their kernels."""
+    paths: tuple[tuple[str, str], ...] = ()
+    """Beside the experts: the path's name, and the Triton function that a trace would show."""
 
 
 def read_expected(path: str) -> Expected:
@@ -50,7 +64,9 @@ def read_expected(path: str) -> Expected:
     if not isinstance(layers, list) or not str(report.get("schema", "")).startswith("dsv4doctor"):
         raise UsageError(f"--expect {path}: not a report of one launch", hint)
     symbols = tuple(dict.fromkeys(filter(None, (_symbol(layer) for layer in layers))))
-    if not symbols:
+    paths = report.get("paths")
+    others = tuple(dict.fromkeys(_triton_paths(paths if isinstance(paths, list) else ())))
+    if not symbols and not others:
         raise UsageError(f"--expect {path}: the report names no kernel of a layer", hint)
     families = {symbol: families_of(symbol) for symbol in symbols}
     return Expected(
@@ -58,6 +74,7 @@ def read_expected(path: str) -> Expected:
         families=frozenset().union(*families.values()),
         symbols=symbols,
         unknown=tuple(symbol for symbol, known in families.items() if not known),
+        paths=others,
     )
 
 
@@ -67,9 +84,20 @@ def _symbol(layer: Any) -> str | None:
     return symbol if isinstance(symbol, str) else None
 
 
+def _triton_paths(paths: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """A profiler shows a Triton kernel by the name of its function."""
+    for path in paths:
+        symbol = _symbol(path) or ""
+        if symbol.startswith(_TRITON) and isinstance(path.get("name"), str):
+            yield path["name"], symbol.removeprefix(_TRITON).rpartition(".")[2]
+
+
 def judge(profile: Profile, expected: Expected | None = None) -> tuple[Finding, ...]:
     """Findings PRF101 to PRF103, worst first as they stand here."""
-    return (*_glue(profile), *_fp32(profile), *_other_kernel(profile, expected))
+    found = [*_glue(profile), *_fp32(profile)]
+    if expected is not None:
+        found += [*_other_kernel(profile, expected), *_other_path(profile, expected)]
+    return tuple(found)
 
 
 def busy_ns(profile: Profile) -> int:
@@ -118,8 +146,8 @@ def _fp32(profile: Profile) -> Iterator[Finding]:
     )
 
 
-def _other_kernel(profile: Profile, expected: Expected | None) -> Iterator[Finding]:
-    if expected is None or expected.unknown or not expected.families:
+def _other_kernel(profile: Profile, expected: Expected) -> Iterator[Finding]:
+    if expected.unknown or not expected.families:
         return
     by_family: dict[str, int] = {}
     for one in profile.kernels:
@@ -143,14 +171,34 @@ def _other_kernel(profile: Profile, expected: Expected | None) -> Iterator[Findi
         subject="routed experts",
         message=f"The routed experts ran on {ran}, and {expected.source} predicts {predicted}"
         + (f" ({', '.join(missing)} did not run)." if missing else "."),
-        consequence="The profile is of another launch, release or GPU than the report, or SGLang "
-        "decided otherwise at run time: one of the two does not describe this server.",
+        consequence=_ANOTHER_LAUNCH,
         evidence=(
             *(f"predicted: {symbol}" for symbol in expected.symbols),
             *_largest(profile, kernels),
         ),
-        remedy=Remedy("Run `dsv4doctor check` with the profiled server's own launch and release."),
+        remedy=Remedy(_SAME_LAUNCH),
     )
+
+
+def _other_path(profile: Profile, expected: Expected) -> Iterator[Finding]:
+    ran = {one.name for one in profile.kernels}
+    kinds = {step.name.split(" ")[0] for step in profile.steps}
+    for path, function in expected.paths:
+        needed = next((kind for end, kind in _KINDS.items() if path.endswith(end)), None)
+        if function in ran or (needed is not None and not kinds & needed):
+            continue
+        category = _PATH_CATEGORIES.get(path.partition("-")[0])
+        kernels = [one for one in profile.kernels if one.category == category]
+        yield Finding(
+            rule="PRF103",
+            severity=Severity.WARNING,
+            subject=path,
+            message=f"{expected.source} predicts the Triton kernel {function} for {path}, and it "
+            "did not run.",
+            consequence=_ANOTHER_LAUNCH,
+            evidence=(f"predicted: {function}", *_largest(profile, kernels)),
+            remedy=Remedy(_SAME_LAUNCH),
+        )
 
 
 def expectation_note(profile: Profile, expected: Expected) -> str | None:
@@ -160,7 +208,9 @@ def expectation_note(profile: Profile, expected: Expected) -> str | None:
             f"{expected.source}: not compared, as it is not known what a profiler calls the "
             f"kernels of {', '.join(expected.unknown)}"
         )
-    if not any(one.category == "moe" and one.family for one in profile.kernels):
+    if expected.symbols and not any(
+        one.family and one.category == "moe" for one in profile.kernels
+    ):
         return f"{expected.source}: not compared, no MoE kernel of a known kind ran"
     return None
 
