@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -15,7 +16,8 @@ from dsv4doctor import target as launches
 from dsv4doctor.audit import Settings, audit
 from dsv4doctor.config import Config, TargetConfig
 from dsv4doctor.errors import DoctorError, UsageError
-from dsv4doctor.models import Failure, Report, Run, Severity
+from dsv4doctor.models import Failure, Report, RouterLaunch, Run, Severity
+from dsv4doctor.pair import is_pair, paired, sort_scripts
 from dsv4doctor.target import Options
 from dsv4doctor.terminal import Progress, check_writable, deliver
 
@@ -38,6 +40,8 @@ class Plan:
     baseline: str | None
     source: str | None
     """The configuration that was read."""
+    router: RouterLaunch | None = None
+    """What stands in front of the servers."""
 
 
 def plan(said: Mapping[str, Any], only: Sequence[str], config: Config | None) -> Plan:
@@ -52,10 +56,11 @@ def plan(said: Mapping[str, Any], only: Sequence[str], config: Config | None) ->
     chosen = config or Config("")
     targets = chosen.targets
     names = tuple(target.name for target in targets)
+    said, several, router = _several(said)
     if any(said.get(name) for name in _NAMES_A_LAUNCH):
         if only:
             raise UsageError("--target and a launch are both given", "give one of the two")
-        targets = (chosen.defaults,)
+        targets = tuple(replace(chosen.defaults, name=name) for name in several or (None,))
     unknown = next((name for name in only if name not in names), None)
     if unknown is not None:
         known = ", ".join(name for name in names if name) or "none"
@@ -63,11 +68,31 @@ def plan(said: Mapping[str, Any], only: Sequence[str], config: Config | None) ->
     if only:
         targets = tuple(target for target in targets if target.name in only)
     return Plan(
-        targets=tuple(_asked(target, said, chosen) for target in targets),
+        targets=tuple(
+            _asked(target, {**said, "launch": target.name} if several else said, chosen)
+            for target in targets
+        ),
         configured=names,
         baseline=said.get("baseline") or chosen.baseline,
         source=chosen.source or None,
+        router=router,
     )
+
+
+def _several(
+    said: Mapping[str, Any],
+) -> tuple[Mapping[str, Any], tuple[str, ...], RouterLaunch | None]:
+    """`said` with one launch; or several servers' scripts, and the router among them."""
+    launches = said.get("launch")
+    if launches is None or isinstance(launches, str):
+        return said, (), None
+    if len(launches) < 2:
+        return {**said, "launch": next(iter(launches), None)}, (), None
+    twice = next((one for one in launches if launches.count(one) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--launch {twice}: given twice", "each server has a script or a line")
+    sorted_ = sort_scripts([Path(one) for one in launches], os.environ)
+    return said, tuple(str(one) for one in sorted_.servers), sorted_.router
 
 
 def _asked(target: TargetConfig, said: Mapping[str, Any], config: Config) -> Asked:
@@ -154,7 +179,19 @@ def examine(
                 raise
             complain(f"{name}: {error.message}", error.hint)
             outcomes.append(failure)
-    return tuple(outcomes)
+    return _with_peers(outcomes, planned.router)
+
+
+def _with_peers(
+    outcomes: Sequence[Report | Failure], router: RouterLaunch | None
+) -> tuple[Report | Failure, ...]:
+    """The outcomes; of a prefill and a decode server each knows the other one."""
+    reports = [outcome for outcome in outcomes if isinstance(outcome, Report)]
+    if len(reports) != len(outcomes) or not is_pair(reports):
+        return tuple(outcomes)
+    pair = paired(reports, router)
+    mine = {id(report.facts.snapshot): report for report in pair}
+    return tuple(mine[id(report.facts.snapshot)] for report in reports)
 
 
 def _examined(options: Options, source: str | None, settings: Settings) -> Report:

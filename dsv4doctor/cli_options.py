@@ -56,16 +56,34 @@ def _apply(decorators: Sequence[Callable[[F], F]], function: F) -> F:
 _DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
 
 
-def facts_options(function: F) -> F:
+class Script(click.Path):
+    """A script or `script:LINE`; in a variable only one, for the colon is the line's."""
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        return [rv]
+
+
+_LAUNCH = option(
+    "--launch",
+    type=Script(dir_okay=False),
+    metavar="FILE[:LINE]",
+    help="Shell script with the SGLang command. Instead: SGLang's flags after `--`.",
+)
+_LAUNCHES = option(
+    "--launch",
+    type=Script(dir_okay=False),
+    multiple=True,
+    metavar="FILE[:LINE]",
+    help="Shell script with the SGLang command; given several times: servers that belong "
+    "together, e.g. prefill and decode, and their router. Instead: SGLang's flags after `--`.",
+)
+
+
+def facts_options(function: F, launch: Callable[[F], F] = _LAUNCH) -> F:
     return _apply(
         [
             click.argument("model", required=False),
-            option(
-                "--launch",
-                type=click.Path(dir_okay=False),
-                metavar="FILE[:LINE]",
-                help="Shell script with the SGLang command. Instead: SGLang's flags after `--`.",
-            ),
+            launch,
             option(
                 "--sglang",
                 metavar="PATH|VERSION",
@@ -101,7 +119,8 @@ def report_options(formats: Sequence[str]) -> Callable[[F], F]:
     """The options of a command that reports in one of `formats`."""
 
     def decorate(function: F) -> F:
-        return _apply([*_trace_options(formats), *_verdict_options()], facts_options(function))
+        own = [*_trace_options(formats), *_verdict_options()]
+        return _apply(own, facts_options(function, _LAUNCHES))
 
     return decorate
 
