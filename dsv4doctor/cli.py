@@ -28,6 +28,7 @@ from dsv4doctor.diagnose_cli import diagnose_command, explain_command
 from dsv4doctor.errors import DoctorError, UsageError, shortened
 from dsv4doctor.fix_cli import fix_command, run_command
 from dsv4doctor.kernels_cli import kernels_group
+from dsv4doctor.matrix_cli import matrix_command
 from dsv4doctor.plan_cli import plan_group
 from dsv4doctor.profile_cli import profile_command
 from dsv4doctor.terminal import (
@@ -150,6 +151,7 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
 
 
 cli.add_command(kernels_group)
+cli.add_command(matrix_command)
 cli.add_command(diagnose_command)
 cli.add_command(explain_command)
 cli.add_command(plan_group)

@@ -17,6 +17,7 @@ from dsv4doctor.rules.samples import (
 from dsv4doctor.verdicts import drops_clamp, judge, known_kernels
 
 _R, _F, _U = Verdict.RUNS, Verdict.FAILS, Verdict.UNKNOWN
+_S = Verdict.FALLBACK
 
 
 def _reaching(symbol: str, layer: Layer = MAIN_TRTLLM[0]) -> Layer:
@@ -36,7 +37,9 @@ _TRTLLM = "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe"
             [_F, _R, _R, _F, _F],
         ),
         ("torch.ops.sglang.cutlass_fp4_group_mm", [_F, _R, _R, _R, _R]),
-        ("jit:moe_wna16_marlin.bf16_t.false.false.moe_wna16_marlin_gemm", [_R] * 5),
+        # Only sm_90 has nothing faster for 4-bit weights than 16-bit arithmetic.
+        ("jit:moe_wna16_marlin.bf16_t.false.false.moe_wna16_marlin_gemm", [_R, _S, _S, _S, _S]),
+        ("triton:sglang.x.mxfp4_moe_sm120_triton._mxfp4_slot_gemv_kernel", [_F, _F, _F, _S, _S]),
         ("triton:sglang.kernels.ops.moe.fused_moe_triton_kernels.fused_moe_kernel", [_R] * 5),
         # The first kernel of DeepGEMM's path: what it is about comes later.
         (

@@ -1,0 +1,242 @@
+"""`dsv4doctor matrix` from the command line: a small real one, failures as cells, interrupts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4doctor import matrix_run
+from dsv4doctor.cli import run as command
+from dsv4doctor.errors import DoctorError, UndeterminedError
+from dsv4doctor.facts.checkpoint import read_checkpoint
+from dsv4doctor.matrix import FlagSet
+from dsv4doctor.matrix_run import Model, Plan, Release
+from dsv4doctor.models import ARCHS, SglangTree, Trace, Verdict
+from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM
+from dsv4doctor.trace.session import TraceRequest
+
+_HYBRID = "nvidia__DeepSeek-V4-Flash-NVFP4"
+_EAGLE = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"),
+)
+Checkpoints = Callable[..., Path]
+Trees = Callable[[str], SglangTree]
+
+
+@pytest.mark.wheels
+def test_two_releases_on_two_gpus(
+    checkpoint: Checkpoints, sglang_tree: Trees, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is known of the hybrid checkpoint: no flag set keeps main and draft on sm_120."""
+    trees = f"{sglang_tree('0.5.14').root},{sglang_tree('0.5.23').root}"
+    model = str(checkpoint(_HYBRID))
+    arguments = ["matrix", model, "--sglang", trees, "--arch", "sm_100,sm_120", "--recommend"]
+    arguments += ["--flags-set", "cutlass=--moe-runner-backend flashinfer_cutlass"]
+    arguments += ["--format", "json", "--", "--tp", "4", *_EAGLE]
+    assert command(arguments) == 1  # nothing works on sm_120
+    said = capfd.readouterr()
+    plain = json.loads(said.out)
+    found = {
+        (row["release"], row["arch"]): (row["main"]["verdict"], row["draft"]["verdict"])
+        for row in plain["cells"]
+    }
+    assert found == {
+        ("0.5.14", "sm_100"): ("fails", "runs"),
+        ("0.5.14", "sm_120"): ("fails", "fails"),
+        ("0.5.23", "sm_100"): ("runs", "runs"),
+        ("0.5.23", "sm_120"): ("runs", "fails"),
+    }
+    reasons = {(row["release"], row["arch"]): row["draft"]["reason"] for row in plain["cells"]}
+    assert "Error occurred when running GEMM!" in reasons["0.5.14", "sm_120"]
+    assert "no kernels runnable on sm120" in reasons["0.5.23", "sm_120"]
+    best = {row["arch"]: row["choices"] for row in plain["recommendations"]}
+    assert [choice["release"] for choice in best["sm_100"]] == ["0.5.23"]
+    assert best["sm_120"] == []
+    assert f"--model-path {model} --tp 4" in best["sm_100"][0]["command"]
+    assert "4 cells: SGLang 0.5.14, 0.5.23; sm_100, sm_120" in said.err
+
+
+# ------------------------------------------------------------------------------ failures
+
+
+@pytest.fixture
+def plan(checkpoint: Checkpoints, tmp_path: Path) -> Plan:
+    """Two releases whose trees are empty folders, on two GPUs."""
+    path = checkpoint(_HYBRID, experts=1)
+    releases = []
+    for name in ("1.0", "2.0"):
+        folder = tmp_path / name
+        folder.mkdir()
+        releases.append(Release(name, SglangTree(str(folder), name, "folder")))
+    return Plan(
+        releases=tuple(releases),
+        archs=(ARCHS["sm_100"], ARCHS["sm_120"]),
+        models=(Model("hybrid", path, read_checkpoint(path)),),
+        flag_sets=(FlagSet("as given", ()),),
+        interpreter=Path(sys.executable),
+        stack=None,
+        jobs=3,
+    )
+
+
+def _traced(request: TraceRequest) -> Trace:
+    layers = (*MAIN_TRTLLM, DRAFT_TRTLLM)
+    return Trace(request.tree, request.arch, {}, (), {}, layers, (), (), (), {})
+
+
+def test_one_release_that_fails_leaves_the_others(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launches(requests: Sequence[TraceRequest], **_: object) -> list[Trace | DoctorError]:
+        if requests[0].tree.version == "1.0" and requests[0].arch == ARCHS["sm_100"]:
+            raise RuntimeError("our own mistake")
+        if requests[0].tree.version == "1.0":
+            return [UndeterminedError("the trace worker was killed by SIGKILL") for _ in requests]
+        return [_traced(request) for request in requests]
+
+    monkeypatch.setattr(matrix_run, "trace_launches", launches)
+    steps: list[int] = []
+
+    class Watcher:
+        def begun(self, done: int, total: int, text: str) -> None:
+            assert total == 4
+            steps.append(done)
+
+    found = matrix_run.run(plan, Watcher())
+    assert [(one.key.release, one.key.arch.name, one.verdict) for one in found.cells] == [
+        ("1.0", "sm_100", Verdict.UNKNOWN),
+        ("1.0", "sm_120", Verdict.UNKNOWN),
+        ("2.0", "sm_100", Verdict.RUNS),
+        ("2.0", "sm_120", Verdict.FAILS),
+    ]
+    assert found.cells[0].main.reason == "internal error (RuntimeError: our own mistake)"
+    assert "killed by SIGKILL" in found.cells[1].main.reason
+    assert max(steps) == 4
+    assert not found.interrupted
+
+
+def test_a_release_that_could_not_be_fetched(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        matrix_run, "trace_launches", lambda requests, **_: [_traced(r) for r in requests]
+    )
+    gone = Release("3.0", None, UndeterminedError("the index cannot be reached"))
+    found = matrix_run.run(_with(plan, gone))
+    assert [one.traced for one in found.cells] == [True, True, True, True, False, False]
+    assert found.cells[-1].main.reason == "the index cannot be reached"
+
+
+def _with(plan: Plan, release: Release) -> Plan:
+    return replace(plan, releases=(*plan.releases, release))
+
+
+def test_an_interrupt_keeps_what_is_there(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Event()
+
+    def launches(
+        requests: Sequence[TraceRequest], progress: Callable[[str], None], **_: object
+    ) -> list[Trace | DoctorError]:
+        if requests[0].tree.version == "2.0":
+            waiting.set()
+            while True:  # ends when the run tells it to
+                time.sleep(0.01)
+                progress("resolving arguments")
+        return [_traced(request) for request in requests]
+
+    monkeypatch.setattr(matrix_run, "trace_launches", launches)
+
+    def interrupt() -> None:
+        waiting.wait(10)
+        time.sleep(0.3)
+        signal.raise_signal(signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        found = matrix_run.run(plan)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert found.interrupted
+    assert [one.key.release for one in found.cells] == ["1.0", "1.0"]
+
+
+@pytest.mark.wheels
+def test_interrupted_command_prints_the_table_and_leaves_no_worker(
+    checkpoint: Checkpoints, sglang_tree: Trees, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    arguments = [sys.executable, "-m", "dsv4doctor", "matrix", str(checkpoint(_HYBRID))]
+    arguments += ["--sglang", sglang_tree("0.5.14").root, "--arch", "sm_90", "--no-cache"]
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+    )
+    deadline = time.monotonic() + 60
+    while not list(scratch.glob("dsv4doctor-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Interrupted: this is what there was." in out
+    assert "1 not reached" in err
+    assert "Traceback" not in err
+    assert list(scratch.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arch", "sm_120"], "no MODEL given"),
+        (["MODEL", "--arch", "sm_75"], "--arch sm_75: not known"),
+        (["MODEL", "--arch", ","], "--arch: nothing in the list"),
+        (["MODEL", "--arch", "all", "--env", "x"], "--env x...: not KEY=VALUE"),
+        (["/nowhere", "--arch", "all"], "/nowhere"),
+        (["MODEL", "--arch", "all", "--flags-set", "x"], "--flags-set x: not NAME=FLAGS"),
+        (["MODEL", "--arch", "all", "--flags-set", "x='"], "--flags-set x: No closing quotation"),
+        (
+            ["MODEL", "--arch", "all", "--flags-set", "x=", "--flags-set", "x="],
+            "--flags-set x: given twice",
+        ),
+        (
+            ["MODEL", "--arch", "all", "--", "--model-path", "y"],
+            "--model-path among SGLang's flags",
+        ),
+        (["MODEL", "--arch", "all"], "no SGLang release in the cache"),
+        (["MODEL", "--arch", "all", "--sglang", "new"], "--sglang new: neither a folder nor"),
+        (["MODEL", "--arch", "all", "--sglang", "/nowhere"], "/nowhere"),
+        (["MODEL", "--arch", "all", "--python", "/nowhere/python"], "/nowhere/python"),
+        (["MODEL", "--arch", "all", "--jobs", "0"], "0 is not in the range"),
+        (["MODEL", "--arch", "all", "-o", "/nowhere/x"], "no folder /nowhere"),
+        (["MODEL", "--tp", "4"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    said: str,
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = str(checkpoint(_HYBRID, experts=1))
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path))
+    words = [model if word == "MODEL" else word for word in arguments]
+    assert command(["matrix", *words]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert said in lines[-1]
+    assert len(lines) == 1
