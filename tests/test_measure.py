@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsv4doctor.cli import run
 from dsv4doctor.facts.measure import Bench, measure
-from dsv4doctor.models import Arch, Gpu, GpuFacts
+from dsv4doctor.models import Arch, Gpu, GpuFacts, Measurement
+from dsv4doctor.rules import communication_measured
+from dsv4doctor.target import Target, measured
 
 _PYTHON = Path(sys.executable)
 _TWO = GpuFacts(tuple(Gpu(index, "board", Arch(12, 0), 1 << 30) for index in range(2)))
@@ -153,3 +156,39 @@ def test_no_gpu_and_no_interpreter(tmp_path: Path) -> None:
 def test_a_snapshot_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", "--level", "full", "--snapshot", str(tmp_path / "box.json")]) == 2
     assert "--level full and a snapshot" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_a_fact_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the target to the rule: a launch with its own NCCL variables, and what came of them."""
+    example = next(one for one in communication_measured.EXAMPLES if one.expect)
+    snapshot, trace = example.facts.snapshot, example.facts.trace
+    assert snapshot.host is not None
+    assert snapshot.launch is not None
+    assert snapshot.checkpoint is not None
+    assert trace is not None
+    asked: list[str] = []
+
+    def hangs(
+        interpreter: Path, variables: dict[str, str], *_: object
+    ) -> tuple[tuple[Measurement, ...], str | None]:
+        asked.append(variables["NCCL_IB_DISABLE"])
+        return (Measurement("all-reduce", "hang", None, "no answer in 60 s"),), "a note"
+
+    monkeypatch.setattr("dsv4doctor.target.measure", hangs)
+    target = Target(
+        snapshot=replace(snapshot, host=replace(snapshot.host, measured=())),
+        arch=example.facts.arch,
+        arch_source="NVML",
+        tree=trace.sglang,
+        interpreter=_PYTHON,
+        checkpoint=snapshot.checkpoint,
+        model_path=Path("model"),
+        launch=replace(snapshot.launch, environment={"NCCL_IB_DISABLE": "1"}),
+        environment={},
+    )
+    after = measured(target)
+    assert (asked, after.notes) == (["1"], ("a note",))
+    facts = replace(example.facts, snapshot=after.snapshot)
+    (finding,) = communication_measured.check(facts)
+    assert (finding.severity.value, finding.subject) == ("error", "all-reduce")
+    assert "no answer in 60 s" in finding.evidence
