@@ -238,6 +238,8 @@ def _report(proof: Proof, out: str, names: list[str]) -> None:
 
     for note in proof.plan.notes:
         say(f"dsv4doctor: note: {note}")
+    for patch in proof.plan.patches:
+        say(f"dsv4doctor: a patch that helps: {patch}; see `dsv4doctor fix`")
     for finding in proof.findings:
         if finding.severity is Severity.INFO:
             continue

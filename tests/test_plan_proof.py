@@ -55,6 +55,7 @@ def test_what_does_not_run_is_replaced(proved: Callable[[str, str, Ask], Proof])
     assert not report.facts.trace.errors
     verdicts = {layer.verdict.value for layer in report.facts.trace.of(Role.MAIN)}
     assert verdicts <= {"runs", "fallback"}
+    assert any(patch.startswith("FIX102, ") for patch in proof.plan.patches)
 
 
 def test_the_other_side_changes_alike(checkpoint: Builder, sglang_tree: Trees) -> None:

@@ -20,7 +20,8 @@ def explained(plan: Plan) -> str:
     if plan.router is not None:
         lines += ["router", *_values(plan.router.flags), ""]
     lines += ["every server", *_values(plan.shared)]
-    for title, texts in (("noted", plan.notes), ("not sound", plan.problems)):
+    patches = ("patches that help, see `dsv4doctor fix`", plan.patches)
+    for title, texts in (("noted", plan.notes), patches, ("not sound", plan.problems)):
         if texts:
             lines += ["", title, *(f"  {text}" for text in texts)]
     return harmless("\n".join(lines)) + "\n"

@@ -96,6 +96,8 @@ class Plan:
     """Environment variables of every server."""
     servers: tuple[Server, ...]
     router: Router | None
+    patches: tuple[str, ...] = ()
+    """Changes to the SGLang tree that the trace says would help, each with its reason."""
     notes: tuple[str, ...] = ()
     """What was decided for the user and is worth a line."""
     problems: tuple[str, ...] = ()

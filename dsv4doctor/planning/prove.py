@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dsv4doctor import fixes
 from dsv4doctor.audit import Settings, audit, run_rules, undetermined
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.facts.features import read_features
+from dsv4doctor.fixes.fix import Change, Choice
 from dsv4doctor.models import (
     Alternative,
     Facts,
@@ -26,6 +28,7 @@ from dsv4doctor.models import (
 )
 from dsv4doctor.planning.build import Ground
 from dsv4doctor.planning.layout import Plan, Server, Setting
+from dsv4doctor.planning.release import text_of
 from dsv4doctor.planning.settings import with_flags
 from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.target import Target
@@ -85,14 +88,16 @@ def prove(plan: Plan, on: Ground, timeout: float, progress: Progress | None = No
     cannot finish.
     """
     tried = _Try()
-    current = plan
+    current, patches = plan, None
     for _ in range(_ROUNDS):
         reports = _audits(current, on, timeout, progress)
+        if patches is None:  # of the launch as asked for, before anything is given up
+            patches = helpful_patches(reports[0].facts, Path(on.target.tree.root))
         changed = _changed(current, reports, tried)
         if changed is None:
             break
         current = _with_variables(changed, plan, tried)
-    return _judged(current, reports)
+    return _judged(replace(current, patches=patches or ()), reports)
 
 
 # ------------------------------------------------------------------------------ traces
@@ -224,6 +229,23 @@ def _variables(
 
 def _with_variables(changed: Plan, first: Plan, tried: _Try) -> Plan:
     return replace(changed, shared=(*first.shared, *tried.variables.values()))
+
+
+def helpful_patches(facts: Facts, root: Path) -> tuple[str, ...]:
+    """The fixes that this launch needs and that the tree has not; each with its reason."""
+    found = []
+    for fix in fixes.ALL:
+        try:
+            why = fix.needed(facts)
+            if why is None:
+                continue
+            texts = {name: text_of(root / name) for name in fix.files}
+            outcome = fix.plan({name: text for name, text in texts.items() if text}, Choice())
+        except Exception:  # a fix that fails on a tree is no help for it
+            continue
+        if isinstance(outcome, Change):
+            found.append(f"{fix.id}, {fix.title} ({why})")
+    return tuple(found)
 
 
 # ------------------------------------------------------------------------------ judgement

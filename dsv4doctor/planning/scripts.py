@@ -60,6 +60,7 @@ def head(plan: Plan, what: str) -> list[str]:
         f"{plan.model_name} on SGLang {plan.release} for {plan.arch.name}: {what}.",
         "Written by dsv4doctor plan.",
         *(f"NOT SOUND: {problem}" for problem in plan.problems),
+        *(f"A patch that helps, see `dsv4doctor fix`: {patch}" for patch in plan.patches),
     ]
     return [f"# {_line(text)}" for text in lines]
 
