@@ -144,7 +144,8 @@ def _a_fix_that_breaks_the_import_is_taken_back(
     def breaks(sources: fixes.fix.Sources, choice: fixes.fix.Choice) -> fixes.fix.Outcome:
         change = good.plan(sources, choice)
         assert isinstance(change, fixes.fix.Change)
-        return replace(change, sources={QUANT: change.sources[QUANT] + "\nfrom sglang.srt import no_such\n"})
+        broken = change.sources[QUANT] + "\nfrom sglang.srt import no_such\n"
+        return replace(change, sources={QUANT: broken})
 
     monkeypatch.setattr(fixes, "ALL", (replace(good, plan=breaks),))
     assert fix("--apply", *launch) == 4

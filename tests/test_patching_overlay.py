@@ -165,7 +165,7 @@ def test_dsv4doctor_comes_along_where_it_is_not_installed(
     """The kernels that patched code imports, for an image that nothing can be installed into."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     python = str(tmp_path / "venv" / "bin" / "python")
-    code = "import dsv4doctor.errors as found; print(found.__name__)"
+    code = "import dsv4doctor.errors as found, platformdirs, pynvml; print(found.__name__)"
     bare = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )

@@ -67,18 +67,23 @@ class _Finder:
 
 
 class _Doctor:
-    """dsv4doctor itself, for a Python that has none: what the patched code imports."""
+    """dsv4doctor and what its kernels import, for a Python that has none of it."""
 
-    def __init__(self, package):
-        self.package = package
+    def __init__(self, files: list):
+        self.files = {}
+        for file in files:
+            folder, name = os.path.split(file)
+            is_package = name == "__init__.py"
+            self.files[os.path.basename(folder) if is_package else name[: -len(".py")]] = file
 
     def find_spec(self, fullname: str, path=None, target=None):
-        if fullname != "dsv4doctor":
+        file = self.files.get(fullname)
+        if file is None or not os.path.isfile(file):
             return None
+        folder, name = os.path.split(file)
+        inside = [folder] if name == "__init__.py" else None
         return importlib.util.spec_from_file_location(
-            fullname,
-            os.path.join(self.package, "__init__.py"),
-            submodule_search_locations=[self.package],
+            fullname, file, submodule_search_locations=inside
         )
 
 
@@ -96,9 +101,7 @@ def _install():
     except (OSError, ValueError, KeyError) as error:
         _stop(f"{_OVERLAY}: not a whole overlay ({error})")
     sys.meta_path.insert(0, _Finder(modules))
-    package = os.environ.get("DSV4DOCTOR_PACKAGE", "")
-    if os.path.isfile(os.path.join(package, "__init__.py")):
-        sys.meta_path.append(_Doctor(package))
+    sys.meta_path.append(_Doctor(os.environ.get("DSV4DOCTOR_MODULES", "").split(os.pathsep)))
 
 
 def _run_next():

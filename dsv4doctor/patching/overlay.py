@@ -8,6 +8,7 @@ every Python that inherits it import those modules from there (see `bootstrap.py
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,8 @@ from dsv4doctor.patching.proof import modules_of
 FORMAT = 1
 MANIFEST = "overlay.json"
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+# What patched code imports of us, and what that imports; pure Python, for any interpreter.
+_LENT = ("dsv4doctor", "platformdirs", "pynvml")
 _BLIND = ("-E", "-I", "-S", "-IS", "-ES", "-Es", "-Is")
 
 
@@ -163,8 +166,9 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     first = str(Path(os.path.abspath(folder)) / "python")
     later = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry != first]
     path = os.pathsep.join([first, *later]) if base.get("PYTHONPATH") else first
-    package = str(Path(__file__).resolve().parents[1])
-    return {**base, "PYTHONPATH": path, "DSV4DOCTOR_PACKAGE": package}
+    specs = (importlib.util.find_spec(name) for name in _LENT)
+    files = (spec.origin for spec in specs if spec is not None and spec.origin is not None)
+    return {**base, "PYTHONPATH": path, "DSV4DOCTOR_MODULES": os.pathsep.join(files)}
 
 
 def refuse_blind(command: Sequence[str]) -> None:

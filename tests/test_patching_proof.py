@@ -1,0 +1,149 @@
+"""What counts as proved: recorded traces held against one another."""
+
+from dataclasses import replace
+
+import pytest
+from patching_trees import ONE
+
+from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.models import (
+    Facts,
+    HotPath,
+    Kernel,
+    Layer,
+    Location,
+    Role,
+    SglangError,
+    Trace,
+    Verdict,
+)
+from dsv4doctor.patching.proof import compare, modules_of, prove
+from dsv4doctor.rules.samples import DRAFT_CUTLASS, DRAFT_TRTLLM, MAIN_CUTLASS, facts
+
+BEFORE = facts("sm_120", [*MAIN_CUTLASS, DRAFT_TRTLLM])
+assert BEFORE.trace is not None
+TRACE: Trace = BEFORE.trace
+PATH = HotPath(
+    name="sparse-mla-decode",
+    role=Role.MAIN,
+    layers=("model.layers.0.self_attn",),
+    choice="triton",
+    kernel=Kernel("triton:sglang.decode", None),
+    decided_at=None,
+    flags_consulted=(),
+    verdict=Verdict.FALLBACK,
+    reason="",
+)
+_FIXED = facts("sm_120", [*MAIN_CUTLASS, DRAFT_CUTLASS]).trace
+assert _FIXED is not None
+*MAIN, DRAFT_FIXED = _FIXED.layers
+DRAFT = replace(
+    ONE, changes=lambda layer: layer.role is Role.DRAFT, changes_path=lambda path: False
+)
+MLA = replace(ONE, id="FIX902", changes_path=lambda path: path.name == "sparse-mla-decode")
+
+
+def _with(*layers: Layer, trace: Trace = TRACE, **changes: object) -> Trace:
+    return replace(trace, layers=tuple(layers) or trace.layers, **changes)  # type: ignore[arg-type]
+
+
+def _error(phase: str, message: str = "no") -> SglangError:
+    return SglangError(phase, "ValueError", message, None)
+
+
+def test_what_was_meant_and_nothing_else() -> None:
+    proof = compare(BEFORE, _FIXED, [DRAFT])
+    assert proof.problems == ()
+    (change,) = proof.changes
+    assert (change.name, change.fixes) == (DRAFT_TRTLLM.name, ("FIX901",))
+    assert change.before != change.after
+    assert proof.unchanged == len(MAIN)
+
+
+def test_lines_that_moved_are_no_change() -> None:
+    moved = [
+        replace(layer, decided_at=Location("other.py", 9), reason="another sentence")
+        for layer in TRACE.layers
+    ]
+    assert compare(BEFORE, _with(*moved), []).changes == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_method": "Other"},
+        {"runner_backend": "marlin"},
+        {"kernel": Kernel("flashinfer.other", None)},
+        {"verdict": Verdict.UNKNOWN},
+        {"error": _error("main forward")},
+    ],
+)
+def test_any_other_layer_that_changed(change: dict[str, object]) -> None:
+    first = replace(TRACE.layers[0], **change)  # type: ignore[arg-type]
+    proof = compare(BEFORE, _with(first, *TRACE.layers[1:]), [DRAFT])
+    assert proof.problems == (f"main {first.name} changed, and no fix means to change it",)
+
+
+def test_a_layer_that_is_gone() -> None:
+    proof = compare(BEFORE, _with(*MAIN), [DRAFT])
+    assert proof.problems == (f"draft {DRAFT_TRTLLM.name} is no longer built",)
+
+
+def test_a_layer_that_only_now_is_built() -> None:
+    """Where the draft raised while it was built, its layers are new."""
+    stopped = replace(BEFORE, trace=_with(*MAIN, errors=(_error("draft"),)))
+    assert compare(stopped, _FIXED, [DRAFT]).problems == ()
+    silent = replace(BEFORE, trace=_with(*MAIN))
+    assert compare(silent, _FIXED, [DRAFT]).problems == (
+        f"draft {DRAFT_FIXED.name} changed, and no fix means to change it",
+    )
+
+
+def test_a_new_error_and_an_old_one() -> None:
+    old, new = _error("draft"), _error("main", "broken\nby us")
+    stopped = replace(BEFORE, trace=_with(errors=(old,)))
+    assert compare(stopped, _with(errors=(old,)), []).problems == ()
+    assert compare(stopped, _with(errors=(old, new)), []).problems == (
+        "main now stops with ValueError: broken",
+    )
+    assert compare(BEFORE, _with(unresolved=("draft: KeyError: x",)), []).problems == (
+        "draft now stops with KeyError: x",
+    )
+
+
+def test_hot_paths_count_like_layers() -> None:
+    before = replace(BEFORE, trace=_with(paths=(PATH,)))
+    ours = replace(PATH, kernel=Kernel("triton:dsv4doctor.kernels.x", None), verdict=Verdict.RUNS)
+    after = _with(paths=(ours,))
+    assert compare(before, after, [MLA]).problems == ()
+    assert compare(before, after, [DRAFT]).problems == (
+        "main sparse-mla-decode of model.layers.0.self_attn changed, and no fix means to change it",
+    )
+    assert compare(before, _with(paths=(PATH,)), []).changes == ()
+
+
+def test_what_the_fix_itself_finds_wrong() -> None:
+    def fails(facts: Facts, trace: Trace) -> tuple[str, ...]:
+        raise KeyError("a bug")
+
+    doubting = replace(DRAFT, verify=lambda facts, trace: ("still on TRT-LLM",))
+    assert compare(BEFORE, TRACE, [doubting]).problems == ("FIX901: still on TRT-LLM",)
+    assert compare(BEFORE, TRACE, [replace(DRAFT, verify=fails)]).problems == (
+        "FIX901: its check failed: KeyError: 'a bug'",
+    )
+
+
+def test_no_trace_is_no_proof() -> None:
+    def stops() -> Facts:
+        raise UndeterminedError("too slow")
+
+    proof, after = prove(BEFORE, [DRAFT], stops)
+    assert (proof.problems, after) == (("the changed tree could not be traced: too slow",), None)
+    nothing = replace(BEFORE, trace=None, trace_failure="no torch")
+    proof, _ = prove(BEFORE, [DRAFT], lambda: nothing)
+    assert proof.problems == ("the changed tree gave no trace: no torch",)
+
+
+def test_the_modules_of_files() -> None:
+    files = ("sglang/srt/layers/moe/__init__.py", "sglang/srt/server_args.py")
+    assert modules_of(files) == ("sglang.srt.layers.moe", "sglang.srt.server_args")
