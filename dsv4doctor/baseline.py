@@ -20,6 +20,7 @@ class Entry:
     """One known finding; rule and subject are there for readers of the file."""
 
     target: str | None
+    """None: written where the target had no name; it holds for every target."""
     rule: str
     subject: str
     severity: Severity
@@ -33,6 +34,11 @@ class Baseline:
     entries: tuple[Entry, ...] = ()
 
     def of(self, target: str | None) -> tuple[Entry, ...]:
+        """What is known of `target`, its own entries first."""
+        return (*self.own(target), *(self.own(None) if target is not None else ()))
+
+    def own(self, target: str | None) -> tuple[Entry, ...]:
+        """The entries that were written for `target` and no other."""
         return tuple(entry for entry in self.entries if entry.target == target)
 
 

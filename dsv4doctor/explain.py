@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+import sys
+from collections.abc import Sequence
+from importlib import resources
 from types import ModuleType
+from typing import Any
 
 from dsv4doctor.diagnose.signature import Signature, signatures
 from dsv4doctor.errors import UsageError
+from dsv4doctor.models import Finding
 from dsv4doctor.rules import MODULES
 
-_LINK = re.compile(r"https?://[^\s)>\"']{4,200}")
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def listing() -> str:
@@ -40,30 +49,45 @@ def explain(name: str) -> str:
 
 def _rule(module: ModuleType) -> str:
     rule = module.RULE
-    text = (module.__doc__ or "").strip()
-    parts = [f"{rule.id}  {rule.title} ({rule.severity.value})", "", text, ""]
-    parts += [f"Needs: {', '.join(rule.reads) or 'nothing'}", ""]
-    parts.append("Seen in its tests:")
+    known = _background().get(rule.id, {})
+    parts = [f"{rule.id}  {rule.title} ({rule.severity.value})", "", (module.__doc__ or "").strip()]
+    findings = _findings(module)
+    consequences = dict.fromkeys(" ".join(found.consequence.split()) for found in findings)
+    parts += ["", "What happens, e.g.:", *(f"  {text}" for text in [*consequences][:2])]
+    if "releases" in known:
+        parts += ["", "Releases:", f"  {known['releases']}"]
+    parts += ["", f"Needs: {', '.join(rule.reads) or 'nothing'}", "", "Examples:"]
     for example in module.EXAMPLES:
         outcome = f"reports {', '.join(example.expect)}" if example.expect else "reports nothing"
         parts.append(f"  {example.title}: {outcome}")
-    remedies = _remedies(module)
+    remedies = _remedies(findings)
     if remedies:
-        parts += ["", "Fix:", *(f"  {remedy}" for remedy in remedies)]
-    links = [*dict.fromkeys(_LINK.findall(text)), *_related(rule.id)]
+        parts += ["", "Fix, e.g.:", *(f"  {remedy}" for remedy in remedies)]
+    links = [*known.get("links", ()), *_related(rule.id)]
     if links:
-        parts += ["", "See also:", *(f"  {link}" for link in links)]
+        parts += ["", "See also:", *(f"  {link}" for link in dict.fromkeys(links))]
     return "\n".join(parts) + "\n"
 
 
-def _remedies(module: ModuleType) -> list[str]:
-    """What the rule advises in its own examples."""
+@functools.cache
+def _background() -> dict[str, dict[str, Any]]:
+    """Rule -> the releases that were looked at, and where it was reported."""
+    folder = resources.files("dsv4doctor.rules")
+    return tomllib.loads(folder.joinpath("data/background.toml").read_text("utf-8"))
+
+
+def _findings(module: ModuleType) -> list[Finding]:
+    """What the rule finds in its own examples."""
+    examples = [example for example in module.EXAMPLES if example.expect]
+    return [found for example in examples for found in module.RULE.check(example.facts)]
+
+
+def _remedies(findings: Sequence[Finding]) -> list[str]:
     found: dict[str, None] = {}
-    for example in module.EXAMPLES:
-        if example.expect:
-            for finding in module.RULE.check(example.facts):
-                if finding.remedy is not None:
-                    found[" ".join(finding.remedy.text.split())] = None
+    for finding in findings:
+        if finding.remedy is not None:
+            text = " ".join([*finding.remedy.text.split(), *finding.remedy.commands[:1]])
+            found[text] = None
     return list(found)[:4]
 
 

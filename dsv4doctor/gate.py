@@ -199,7 +199,8 @@ def _gone(report: Report, policy: Policy) -> Iterator[str]:
     if policy.baseline is None:
         return
     seen = Counter(fingerprint(found, report.facts) for found in report.findings)
-    for entry in policy.baseline.of(policy.target):
+    # One without a target may be another target's finding.
+    for entry in policy.baseline.own(policy.target):
         if seen[entry.fingerprint] > 0:
             seen[entry.fingerprint] -= 1
         elif _was_checked(report, entry.rule):

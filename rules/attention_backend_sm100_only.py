@@ -1,4 +1,8 @@
-"""An attention backend for SM100 asked for on another GPU."""
+"""An attention backend for SM100 asked for on another GPU.
+
+`trtllm` and `flashmla_mega` are kernels for SM100 and SM103.  SGLang itself checks the GPU and
+stops with an assertion while it resolves its arguments.
+"""
 
 from __future__ import annotations
 

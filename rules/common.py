@@ -183,7 +183,7 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     if _is_hybrid(facts):
         sentences.append(_original(facts))
     if not sentences:
-        sentences.append("Change the flag or the file that the message names.")
+        sentences.append(_CHANGE if layer is None or layer.error is not None else _ANOTHER)
     changes_to_make = [launch_change(facts, option.flags) for option in working]
     sentences += [text for text in changes_to_make if text is not None]
     commands = [server_command(facts, option.flags) for option in working]
@@ -211,6 +211,11 @@ _PATCH_ONLY = (
     "which `dsv4doctor fix` does. "
     "That method serves sm_12x from SGLang 0.5.16 on; before, it is made for SM90, and "
     "Mxfp4MarlinMoEMethod is what is left."
+)
+_CHANGE = "Change the flag or the file that the message names."
+_ANOTHER = (
+    "Leave --quantization and the backend flags out, or try another release (--sglang VERSION): "
+    "`dsv4doctor check` tells before anything is started."
 )
 _MADE_FROM = re.compile(r"DeepSeek-V4(?:-Flash|-Pro|-Flash-0731|-Pro-0813|\.1-Flash)(?=-NVFP4)")
 

@@ -1,4 +1,9 @@
-"""Paths through DeepGEMM on sm_12x, for which only some builds of it have kernels."""
+"""Paths through DeepGEMM on sm_12x, for which only some builds of it have kernels.
+
+SGLang keeps the indexer, the output projection and the hyper-connections away from DeepGEMM on
+sm_12x unless a variable says otherwise; a build without kernels for the GPU stops with
+`Unsupported architecture` when the model first runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""DSpark and the capture of large CUDA graphs in the releases where it was seen to fail."""
+"""DSpark and the capture of large CUDA graphs in the releases where it was seen to fail.
+
+The server dies with an illegal memory access while it captures, on some starts and not on others,
+and on GPUs of every kind; smaller batches were not seen to fail.
+"""
 
 from __future__ import annotations
 

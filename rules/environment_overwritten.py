@@ -1,4 +1,8 @@
-"""A variable that the user set and SGLang sets to something else."""
+"""A variable that the user set and SGLang sets to something else.
+
+SGLang sets some of its own variables while it resolves the launch, among them those that choose the
+paths of sm_12x.  A value from the launch script is then replaced, and no message says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Options of another serving engine, or misspelt ones, in an SGLang command."""
+"""Options of another serving engine, or misspelt ones, in an SGLang command.
+
+Launch commands are carried over from one engine to another.  SGLang stops at an option that it does
+not know; one that it happens to know under the same name can mean something else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""GB10: a kernel whose contiguous memory area is miscounted, on which RDMA registration fails."""
+"""GB10: a kernel whose contiguous memory area is miscounted, on which RDMA registration fails.
+
+/proc/meminfo then says CmaFree above CmaTotal, and `ibv_reg_mr_iova2` fails with "Cannot allocate
+memory" when NCCL registers its buffers between two machines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Routed-expert layers of which it is not known whether they run."""
+"""Routed-expert layers of which it is not known whether they run.
+
+Either the trace stopped before it reached the layer's kernel, or it reached one of which nothing
+tells for which GPUs it exists: it is in no table, no FlashInfer declares it, and no library in the
+environment holds its code.  That is no promise in either direction.
+"""
 
 from __future__ import annotations
 

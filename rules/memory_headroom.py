@@ -1,4 +1,9 @@
-"""Weights and KV cache against the GPU's memory, before the server loads anything."""
+"""Weights and KV cache against the GPU's memory, before the server loads anything.
+
+A rank's weights are added up from the safetensors headers as SGLang divides them; what
+`mem_fraction_static` leaves is what the cache can have.  Activations, CUDA graphs and the CUDA
+context are outside of both, so a tight fit is tighter than it looks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Prefill/decode over mooncake in an SGLang that only sends part of DeepSeek-V4's cache."""
+"""Prefill/decode over mooncake in an SGLang that only sends part of DeepSeek-V4's cache.
+
+The model keeps state beside its keys: the window, the compressor's and the indexer's.  A transfer
+that knows only keys and values leaves it behind; the decode side goes on with what was there, and
+no error says so.  The tree's transfer code is what is looked at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""NUMA binding where the container does not allow it."""
+"""NUMA binding where the container does not allow it.
+
+Docker's default seccomp filter lets a process set its memory policy only with CAP_SYS_NICE, and a
+cpuset may leave the node out that is bound to: numactl stops, or SGLang dies in its first worker.
+"""
 
 from __future__ import annotations
 

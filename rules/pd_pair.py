@@ -1,7 +1,8 @@
 """Prefill and decode servers that do not fit each other: what has to be the same on both sides.
 
-`PAIR_RULES` in `dsv4doctor.rules` are the rules that look at both; the others are in
-pd_apart.py (what must not be the same) and pd_router.py (what the router points at).
+A prefill server computes a prompt's cache and sends it to a decode server, which goes on with it.
+Whatever decides what is in that cache, how it lies in memory and how it is sent has to be the same
+on both sides; the rest may differ.  Arguments are compared as SGLang resolves them.
 """
 
 from __future__ import annotations

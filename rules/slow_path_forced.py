@@ -1,4 +1,8 @@
-"""Variables with which the user forces torch paths of higher precision and little speed."""
+"""Variables with which the user forces torch paths of higher precision and little speed.
+
+They are handed around as ways past a fault of one release and stay in launch scripts for good.  In
+a release without the fault they only cost time.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import resources
+from types import ModuleType
+
 import pytest
 
 from dsv4doctor.cli import run
@@ -9,6 +13,11 @@ from dsv4doctor.diagnose.signature import signatures
 from dsv4doctor.errors import UsageError
 from dsv4doctor.explain import explain, listing
 from dsv4doctor.rules import MODULES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _RULES = [module.RULE.id for module in MODULES]
 _SIGNATURES = [entry.id for entry in signatures()]
@@ -35,8 +44,33 @@ def test_signature_names_causes_releases_and_links() -> None:
 
 def test_rule_tells_its_cause_fix_and_relations() -> None:
     text = explain("DSV102")
-    for part in ("HybridFp8NvFp4Config", "Fix:", "explain LOG101", "Needs: trace"):
+    for part in ("HybridFp8NvFp4Config", "Fix, e.g.:", "explain LOG101", "Needs: trace"):
         assert part in text
+
+
+def test_rule_tells_what_happens_releases_and_reports() -> None:
+    text = explain("DSV107")
+    for part in ("What happens", "SGLang 0.5.14 to 0.5.20", "sglang/pull/39939", "Examples:"):
+        assert part in text
+
+
+def test_what_is_said_of_releases_is_about_rules_that_exist() -> None:
+    known = tomllib.loads(
+        resources.files("dsv4doctor.rules").joinpath("data/background.toml").read_text("utf-8")
+    )
+    assert set(known) <= set(_RULES)
+    for entry in known.values():
+        assert set(entry) <= {"releases", "links"}
+        assert all(link.startswith("https://github.com/") for link in entry.get("links", ()))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=_RULES)
+def test_a_rule_s_own_text_is_for_its_readers(module: ModuleType) -> None:
+    """More than a repeated title, and nothing about this package's inside."""
+    text = (module.__doc__ or "").strip()
+    assert "dsv4doctor.rules" not in text
+    assert ".py (" not in text
+    assert len(text.split()) >= 7
 
 
 def test_listing_holds_everything_once() -> None:

@@ -164,6 +164,20 @@ def test_entries_of_another_target_are_not_known_here() -> None:
     assert report.gate.notes == ()
 
 
+def test_entries_without_a_target_hold_for_every_target() -> None:
+    """Written while the launch had no name; it has one now."""
+    unnamed = _baseline(reporting.report(reporting.story()))
+    assert {entry.target for entry in unnamed.entries} == {None}
+    policy = gate.Policy(target="production", baseline=unnamed)
+    assert _counted(reporting.report(reporting.story(), policy)) == []
+    # What is not found here may be another target's: nothing is said to be gone.
+    clean = reporting.report(facts("sm_120", [*MAIN_CUTLASS]), policy)
+    assert clean.gate.notes == ()
+    # The other way round an entry is of its own target only.
+    named = _baseline(reporting.report(reporting.story(), gate.Policy(target="production")))
+    assert len(_counted(reporting.report(reporting.story(), gate.Policy(baseline=named)))) == 3
+
+
 def test_nothing_is_gone_where_the_rule_could_not_look() -> None:
     everything = _baseline(reporting.report(reporting.story()))
     sample = replace(reporting.story(), trace=None, trace_failure="it timed out")
