@@ -26,11 +26,12 @@ from dsv4doctor.terminal import (
 if TYPE_CHECKING:
     from dsv4doctor.matrix import FlagSet, Matrix
     from dsv4doctor.matrix_run import Model, Plan, Release
-    from dsv4doctor.models import Arch
+    from dsv4doctor.models import Arch, SglangTree
     from dsv4doctor.report.matrix import Advice
 
 _FORMATS = ("console", "json", "csv", "markdown", "html")
 _INTERRUPTED = 130
+_INSTALLED = "installed"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
@@ -44,7 +45,8 @@ _MODEL_FLAGS = ("--model-path", "--model")
 @click.option(
     "--sglang",
     metavar="LIST",
-    help="Releases or SGLang trees, with commas. [default: the releases in the cache]",
+    help="Releases, SGLang trees, or `installed` for the interpreter's own, with commas. "
+    "[default: the interpreter's, if it has one, and the releases in the cache]",
 )
 @click.option(
     "--arch",
@@ -159,9 +161,9 @@ def _plan(models: Sequence[str], flags: tuple[str, ...], options: dict[str, Any]
     formats = [layer.stored_format for model in found for layer in model.checkpoint.layers]
     sets = _flag_sets(flags, options["flag_sets"], formats, options["recommend"])
     interpreter = Path(os.path.expanduser(options["python"] or sys.executable))
-    stack, _ = read_stack(interpreter, {**os.environ, **given})
+    stack, own = read_stack(interpreter, {**os.environ, **given})
     return Plan(
-        releases=_releases(options["sglang"]),
+        releases=_releases(options["sglang"], own, interpreter),
         archs=archs,
         models=found,
         flag_sets=sets,
@@ -239,17 +241,29 @@ def _models(named: Sequence[str], environment: dict[str, str]) -> tuple[Model, .
     return tuple(found)
 
 
-def _releases(text: str | None) -> tuple[Release, ...]:
-    """The trees to trace; one that cannot be fetched is there with the reason."""
+def _releases(text: str | None, own: SglangTree | None, interpreter: Path) -> tuple[Release, ...]:
+    """The trees to trace; one that cannot be fetched is there with the reason.
+
+    `own` is the interpreter's.
+    """
     from dsv4doctor.matrix_run import Release
     from dsv4doctor.target import Options, resolve_tree
 
-    names = _listed(text, "--sglang") if text is not None else _cached()
+    if text is None:
+        names = [*([_INSTALLED] if own else []), *_cached(needed=own is None)]
+    else:
+        names = _listed(text, "--sglang")
+    if own is None and _INSTALLED in names:
+        raise UsageError(
+            f"{interpreter}: no SGLang in this interpreter",
+            "give the serving environment's with --python",
+        )
     found: list[Release] = []
     with Progress() as progress:
         for name in names:
             try:
-                tree = resolve_tree(Options(sglang=name), progress.download)
+                chosen = own if name == _INSTALLED else None
+                tree = chosen or resolve_tree(Options(sglang=name), progress.download)
                 taken = any(release.name == tree.version for release in found)
                 found.append(Release(name if taken else tree.version, tree))
             except UndeterminedError as error:
@@ -257,8 +271,9 @@ def _releases(text: str | None) -> tuple[Release, ...]:
     return tuple(found)
 
 
-def _cached() -> list[str]:
-    """The releases in the cache, the oldest first."""
+def _cached(needed: bool) -> list[str]:
+    """The releases in the cache, the oldest first; UsageError when there is none and one is
+    `needed`."""
     from packaging.version import InvalidVersion, Version
 
     from dsv4doctor.wheels import default_cache
@@ -270,7 +285,7 @@ def _cached() -> list[str]:
             found.append((Version(entry.name), entry.name))
         except InvalidVersion:
             continue  # what a fetch has not finished
-    if not found:
+    if needed and not found:
         raise UsageError(
             "no SGLang release in the cache", "name some: --sglang 0.5.14,0.5.23 (they are fetched)"
         )

@@ -267,8 +267,9 @@ class Declaration:
     """As it is imported, e.g. "flashinfer.fused_moe.cutlass_fused_moe"."""
     kind: str
     """"decorator" (its compute-capability decorator), "jit" (what it compiles for), "launcher"
-    (what its launcher admits), "cubins" (the prebuilt kernels that it picks from), or "failure"
-    (nothing is said of them, and only the error of a kernel that does not run is known)."""
+    (what its launcher admits), "cubins" (the prebuilt kernels that it picks from), "manifest"
+    (those that are installed), or "failure" (of which only the error is known that a kernel ends
+    in that does not run)."""
     admits: tuple[str, ...]
     """Compute capabilities, e.g. "12.0", or whole generations, "12.x"."""
     at: Location

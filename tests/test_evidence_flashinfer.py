@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor.errors import UndeterminedError
-from dsv4doctor.evidence import cuda_source
+from dsv4doctor.evidence import cuda_source, manifest
 from dsv4doctor.evidence.flashinfer import read_declarations
 from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.judgement import of_kernel
 from dsv4doctor.evidence.wheel import of_release
+from dsv4doctor.facts.snapshot import read_snapshot, take, text_of
 from dsv4doctor.models import (
     ARCHS,
+    Declaration,
+    GpuFacts,
     Kernel,
     KernelEvidence,
+    Location,
     NativeLibrary,
     Package,
     SglangTree,
@@ -155,6 +159,55 @@ def test_a_tree_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
     assert read_declarations(tmp_path / "gone") == ()
 
 
+_PREBUILT = """
+from .artifacts import ArtifactPath
+def gen_x():
+    get_artifact(ArtifactPath.BMM)
+    return spec(csrc / "trtllm_runner.cu", flags(supported_major_versions=[10, 12]))
+"""
+_LISTED = (
+    "0f031a  Bmm_Bfloat16_t128x128x64_clmp_dynB_sm100f.cubin\n"
+    "9b43cc  Bmm_E2m1_E2m1E2m1_Fp32_t128x64x256_dynB_sm103a.cubin\n"
+    "77aa01  include/sm120.h\n"
+)
+
+
+def test_prebuilt_kernels_that_are_installed_settle_it(tmp_path: Path) -> None:
+    """JIT and launcher admit sm_120, the kernels beside them do not: as in FlashInfer 0.6.12."""
+    root = _package(
+        tmp_path, init="", fused_moe="from .jit import gen_x\ndef moe(): return gen_x()\n",
+        artifacts='class ArtifactPath:\n    BMM: str = "1a2b/batched_gemm/"\n', jit=_PREBUILT,
+    )  # fmt: skip
+    source = root / "data" / "csrc" / "trtllm_runner.cu"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        'CHECK(major == 10 || major == 12) << 1;\n"Error occurred when running GEMM!"\n'
+    )
+    folder = tmp_path / "flashinfer_cubin" / "cubins" / "1a2b" / "batched_gemm"
+    folder.mkdir(parents=True)
+    (folder / "checksums.txt").write_text(_LISTED)
+
+    def judged(cubins: Path | None) -> list[bool | None]:
+        evidence = KernelEvidence("0.6.12", None, read_declarations(root, cubins))
+        found = [of_kernel("flashinfer.fused_moe.moe", arch, evidence) for arch in ARCHS.values()]
+        if cubins is not None:
+            assert found[3] is not None
+            assert found[3].source.startswith("FlashInfer 0.6.12 has prebuilt kernels for 10.0, 10")
+            assert found[3].refusal == "Error occurred when running GEMM!"
+        return [one.exists if one else None for one in found]
+
+    assert judged(folder.parent.parent) == [False, True, True, False, False]
+    assert judged(None) == [False, None, None, None, None]
+    (folder / "checksums.txt").write_text("nothing\n")
+    assert read_declarations(root, folder.parent.parent) == read_declarations(root, None)
+
+
+@pytest.mark.parametrize("path", ["../../etc/", "/etc/", "gone/"])
+def test_an_artifact_is_not_looked_for_elsewhere(path: str, tmp_path: Path) -> None:
+    (tmp_path / "checksums.txt").write_text(_LISTED)
+    assert manifest.manifest(tmp_path / "x" / "y", path) is None
+
+
 def test_launcher_and_cubins_in_a_source() -> None:
     text = (
         "TVM_FFI_ICHECK_EQ(major, 10) << 1;\n"
@@ -230,6 +283,27 @@ def test_evidence_counts_for_the_sglang_that_requires_it(tmp_path: Path) -> None
     bare = grounds(Stack("python", "3.12", ()), pinned)
     assert bare.missing.startswith("no FlashInfer in this interpreter, SGLang 0.5.23 pins")
     assert grounds(None, pinned).missing.startswith("no packages were read")
+
+
+def test_a_snapshot_carries_the_evidence(tmp_path: Path) -> None:
+    at = Location("flashinfer/jit/fused_moe.py", 284)
+    said = Declaration(_TRTLLM, "jit", ("10.x", "12.x"), at, prebuilt=True, refusal="no")
+    evidence = KernelEvidence("0.7.2", None, (said,), _libraries())
+    stack = Stack("python", "3.12", (), evidence)
+    taken = take(
+        gpu=GpuFacts(()), sglang=None, stack=stack, checkpoint=None, launch=None, environment={}
+    )
+    path = tmp_path / "box.json"
+    path.write_text(text_of(taken))
+    read = read_snapshot(path).stack
+    assert read is not None
+    assert read.evidence == evidence
+    plain = json.loads(path.read_text())
+    del plain["stack"]["evidence"]  # one of an older dsv4doctor
+    path.write_text(json.dumps(plain))
+    older = read_snapshot(path).stack
+    assert older is not None
+    assert older.evidence == KernelEvidence()
 
 
 def test_the_table_names_the_error_of_the_pinned_flashinfer() -> None:

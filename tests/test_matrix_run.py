@@ -219,6 +219,7 @@ def test_interrupted_command_prints_the_table_and_leaves_no_worker(
         (["MODEL", "--arch", "all"], "no SGLang release in the cache"),
         (["MODEL", "--arch", "all", "--sglang", "new"], "--sglang new: neither a folder nor"),
         (["MODEL", "--arch", "all", "--sglang", "/nowhere"], "/nowhere"),
+        (["MODEL", "--arch", "all", "--sglang", "installed"], "no SGLang in this interpreter"),
         (["MODEL", "--arch", "all", "--python", "/nowhere/python"], "/nowhere/python"),
         (["MODEL", "--arch", "all", "--jobs", "0"], "0 is not in the range"),
         (["MODEL", "--arch", "all", "-o", "/nowhere/x"], "no folder /nowhere"),

@@ -1,7 +1,8 @@
 """FlashInfer's own declarations of the GPUs that its functions are for.
 
 Read from the installed tree as source: the compute-capability decorators, the generations that the
-JIT compiles a function's module for, what its launcher checks, which prebuilt kernels it takes.
+JIT compiles a function's module for, what its launcher checks, which prebuilt kernels it takes, and
+which of them are installed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4doctor.evidence import cuda_source
+from dsv4doctor.evidence import cuda_source, manifest
 from dsv4doctor.evidence.source import Function, Package, integers
 from dsv4doctor.models import Declaration, Location
 
@@ -30,10 +31,15 @@ _MAX_DEPTH = 5
 _MAX_SOURCE_BYTES = 4 << 20
 
 
-def read_declarations(root: Path, modules: tuple[str, ...] = MODULES) -> tuple[Declaration, ...]:
-    """What the FlashInfer in the folder `root` says of its public functions, in their order."""
+def read_declarations(
+    root: Path, cubins: Path | None = None, modules: tuple[str, ...] = MODULES
+) -> tuple[Declaration, ...]:
+    """What the FlashInfer in the folder `root` says of its public functions, in their order.
+
+    `cubins` is the folder of its prebuilt kernels, where there is one.
+    """
     package = Package(root)
-    reader = _Reader(package)
+    reader = _Reader(package, cubins)
     found: list[Declaration] = []
     for module in modules:
         for name in package.offered(f"{package.name}.{module}"):
@@ -53,11 +59,15 @@ class _Compiled:
     at: Location
     prebuilt: bool
     sources: tuple[str, ...]
+    artifacts: tuple[str, ...]
+    """The sets of prebuilt kernels that it names."""
 
 
 class _Reader:
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Package, cubins: Path | None) -> None:
         self.package = package
+        self.cubins = cubins
+        self.artifacts = manifest.artifact_paths(package.root) if cubins else {}
         self.compiled: dict[str, tuple[_Compiled, ...]] = {}
         self.texts: dict[str, str] = {}
 
@@ -119,6 +129,8 @@ class _Reader:
         if prebuilt:
             for source in dict.fromkeys(name for one in made for name in one.sources):
                 yield from self._source(symbol, source)
+            for artifact in dict.fromkeys(name for one in made for name in one.artifacts):
+                yield from self._manifest(symbol, artifact)
 
     def _made_by(self, function: Function, depth: int, above: frozenset[str]) -> list[_Compiled]:
         if function.key in self.compiled:
@@ -135,6 +147,7 @@ class _Reader:
     def _compiled(self, function: Function) -> _Compiled | None:
         admits: list[str] = []
         sources: list[str] = []
+        artifacts: list[str] = []
         line = function.node.lineno
         prebuilt = False
         for node in ast.walk(function.node):
@@ -148,12 +161,14 @@ class _Reader:
                 if flags is not None:
                     admits.append(_dotted(int(flags[1])))
                 prebuilt = prebuilt or node.id in ("get_artifact", "ArtifactPath")
+            elif isinstance(node, ast.Attribute) and _name(node.value) == "ArtifactPath":
+                artifacts.append(node.attr)
             elif isinstance(node, ast.Constant) and str(node.value).endswith(".cu"):
                 sources.append(str(node.value))
         if not admits:
             return None
         place = Location(self.package.relative(function.module.path), line)
-        return _Compiled(function, tuple(admits), place, prebuilt, tuple(sources))
+        return _Compiled(function, tuple(admits), place, prebuilt, tuple(sources), tuple(artifacts))
 
     # -------------------------------------------------------------------- CUDA sources
 
@@ -167,6 +182,16 @@ class _Reader:
         late = cuda_source.late_failure(text)
         if late is not None and "isArchCompatible" not in text:
             yield Declaration(symbol, "failure", (), Location(file, 1), refusal=late)
+
+    def _manifest(self, symbol: str, artifact: str) -> Iterator[Declaration]:
+        folder = self.artifacts.get(artifact)
+        if self.cubins is None or folder is None:
+            return
+        path = manifest.manifest(self.cubins, folder)
+        admits = manifest.capabilities(path) if path is not None else ()
+        if path is not None and admits:
+            file = str(path.relative_to(self.cubins.parent.parent))
+            yield Declaration(symbol, "manifest", admits, Location(file, 1))
 
     def _text(self, name: str) -> str:
         if name not in self.texts:

@@ -17,7 +17,7 @@ from dsv4doctor.evidence.flashinfer import MODULES, read_declarations
 from dsv4doctor.facts.cache import load_entry, save_entry
 from dsv4doctor.models import KernelEvidence, NativeLibrary
 
-PACKAGES = ("flashinfer", "sgl_kernel", "deep_gemm", "flash_mla")
+PACKAGES = ("flashinfer", "flashinfer_cubin", "sgl_kernel", "deep_gemm", "flash_mla")
 """Import names of the packages that are looked into."""
 
 _LIBRARY_SUFFIX = ".so"
@@ -33,25 +33,32 @@ def gather(
     flashinfer = Path(folders["flashinfer"]) if "flashinfer" in folders else None
     libraries = tuple(
         found
-        for name in PACKAGES[1:]
+        for name in PACKAGES[2:]
         if name in folders
         for found in _libraries(Path(folders[name]), cache)
     )
     if flashinfer is None:
         return KernelEvidence(libraries=libraries)
-    read = _declarations(flashinfer, versions.get("flashinfer-python", "unknown"), cache)
+    cubins = Path(folders["flashinfer_cubin"]) / "cubins" if "flashinfer_cubin" in folders else None
+    version = versions.get("flashinfer-python", "unknown")
+    read = _declarations(flashinfer, cubins, version, cache)
     return replace(read, libraries=libraries)
 
 
 # ------------------------------------------------------------------------------ FlashInfer
 
 
-def _declarations(folder: Path, version: str, cache: Path | None) -> KernelEvidence:
-    entry = _entry(cache, "flashinfer", version, str(folder), *_python_states(folder))
+def _declarations(
+    folder: Path, cubins: Path | None, version: str, cache: Path | None
+) -> KernelEvidence:
+    states = [str(folder), str(cubins), *_python_states(folder)]
+    if cubins is not None:
+        states += _states(cubins, suffix="")
+    entry = _entry(cache, "flashinfer", version, *states)
     known = load_entry(entry, KernelEvidence) if entry else None
     if known is not None:
         return known
-    found = read_declarations(folder)
+    found = read_declarations(folder, cubins)
     problem = None if found else "its sources say nothing of the GPUs they are for"
     evidence = KernelEvidence(version, problem, found)
     if entry is not None:
@@ -67,12 +74,12 @@ def _python_states(folder: Path) -> Iterator[str]:
             yield from _states(path)
 
 
-def _states(path: Path) -> Iterator[str]:
+def _states(path: Path, suffix: str = ".py") -> Iterator[str]:
     try:
         if path.is_dir():
             with os.scandir(path) as entries:
                 for item in sorted(entries, key=lambda entry: entry.name):
-                    if item.name.endswith(".py"):
+                    if item.name.endswith(suffix):
                         yield _state(item.path, item.stat())
         else:
             yield _state(str(path), path.stat())

@@ -52,7 +52,7 @@ def declarations(symbol: str, evidence: KernelEvidence) -> tuple[Declaration, ..
     return tuple(one for one in same if one.symbol in first)
 
 
-_ORDER = ("decorator", "jit", "launcher", "cubins")
+_ORDER = ("decorator", "jit", "launcher", "cubins", "manifest")
 
 
 def _in_order(said: list[Declaration]) -> list[Declaration]:
@@ -76,11 +76,11 @@ def _flashinfer(symbol: str, arch: Arch, evidence: KernelEvidence) -> Judgement 
         return Judgement(
             False, f"{version} {_says(first)} ({_at(first)})", refusal(symbol, arch, evidence)
         )
-    proofs = [one for one in others if one.kind in ("cubins", "decorator")]
+    proofs = [one for one in others if one.kind in ("cubins", "manifest", "decorator")]
     if jit and all(admits(one.admits, arch) and not one.prebuilt for one in jit):
         proofs += jit
     if any(one.prebuilt for one in jit):
-        proofs = [one for one in proofs if one.kind == "cubins"]
+        proofs = [one for one in proofs if one.kind in ("cubins", "manifest")]
     if proofs:
         return Judgement(True, f"{version} {_says(proofs[0])} ({_at(proofs[0])})")
     first = _in_order(said)[0]
@@ -97,6 +97,7 @@ def _says(one: Declaration) -> str:
         "jit": f"compiles it for {gpus}",
         "launcher": f"admits {gpus} in its launcher",
         "cubins": f"picks prebuilt kernels for {gpus} only",
+        "manifest": f"has prebuilt kernels for {gpus} only",
     }[one.kind]
 
 
