@@ -254,7 +254,10 @@ except ImportError as error:
 def own_mark(sources: Sources, files: Sequence[str], fix: str) -> Present | None:
     """Present where a file carries the fix's comment already."""
     for file in files:
-        for number, line in enumerate(sources.get(file, "").splitlines(), 1):
+        text = sources.get(file, "")
+        if f"dsv4doctor {fix}" not in text:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
             if re.search(rf"#\s*dsv4doctor {fix}\b", line):
                 return Present(Location(file, number, source=line.strip()), "applied by dsv4doctor")
     return None

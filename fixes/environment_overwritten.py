@@ -64,7 +64,7 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
     for file in FILES:
         for name in _functions(sources, file):
             piece = edit.find_piece(sources, file, name)
-            if piece is None or _KNOWN_BY not in piece.text:
+            if piece is None:
                 continue
             block = next(filter(_is_it, piece.find(_BLOCK)), None)
             if block is not None:
@@ -77,14 +77,16 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
 
 
 def _functions(sources: Sources, file: str) -> Iterator[str]:
-    tree = edit.parsed(sources, file)
-    for node in getattr(tree, "body", ()):
-        if isinstance(node, ast.FunctionDef):
-            yield node.name
-        elif isinstance(node, ast.ClassDef):
-            yield from (
-                f"{node.name}.{n.name}" for n in node.body if isinstance(n, ast.FunctionDef)
-            )
+    """The file's functions and methods that name the variable."""
+    lines = sources.get(file, "").splitlines()
+    at = [number for number, line in enumerate(lines, 1) if _KNOWN_BY in line]
+    for scope in getattr(edit.parsed(sources, file), "body", ()):
+        ahead = f"{scope.name}." if isinstance(scope, ast.ClassDef) else ""
+        for node in scope.body if isinstance(scope, ast.ClassDef) else (scope,):
+            if isinstance(node, ast.FunctionDef) and any(
+                node.lineno <= line <= (node.end_lineno or 0) for line in at
+            ):
+                yield ahead + node.name
 
 
 def _is_it(block: cst.CSTNode) -> bool:
