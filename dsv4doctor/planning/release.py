@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,24 +55,16 @@ def _first(texts: list[str], name: str) -> tuple[str, ...]:
 
 def _strings(text: str, name: str) -> Iterator[str]:
     """The strings of the list, or the keys of the dict, that is assigned to `name` in `text`."""
-    if name not in text:
+    # Only the assignment is parsed: the files around are large.
+    start = re.search(rf"^( *){name}\b[^=\n]*= *(?=[\[{{(])", text, re.MULTILINE)
+    if start is None:
         return
+    end = re.compile(rf"^{start[1]}[\]}})]", re.MULTILINE).search(text, start.end())
     try:
-        tree = ast.parse(text)
+        value = ast.parse(text[start.end() : end.end() if end else None].strip(), mode="eval").body
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
-        value = _assigned(node, name)
-        items = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
-        for item in items:
-            if isinstance(item, ast.Constant) and isinstance(item.value, str):
-                yield item.value
-
-
-def _assigned(node: ast.AST, name: str) -> ast.expr | None:
-    """The value that `node` assigns to `name`; None where it does not."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    if not isinstance(node, ast.Assign | ast.AnnAssign):
-        return None
-    named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
-    return node.value if named else None
+    items = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+    for item in items:
+        if isinstance(item, ast.Constant) and isinstance(item.value, str):
+            yield item.value
