@@ -369,3 +369,20 @@ def test_a_probe_that_never_ends_is_stopped_with_its_children(tmp_path: Path) ->
     with pytest.raises(UsageError, match="no answer within 1 s"):
         read_stack(program, deadline=1)
     assert time.monotonic() - started < 8
+
+
+# ------------------------------------------------------------------------------ spoiled inputs
+
+
+def test_spoiled_inputs_are_refused_soon_and_nothing_else_is_opened(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "benchmarks" / "fuzz_inputs.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "300", "20261129"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("1200 inputs, ")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +238,9 @@ def _is_cheap(expression: str) -> bool:
     if len(expression) > 300 or repeats > 3 or re.search(r"\)[*+{]|\\[1-9]", expression):
         return False
     try:
-        re.compile(expression)
-    except (re.error, OverflowError, RecursionError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what Python will read otherwise one day
+            re.compile(expression)
+    except (re.error, OverflowError, RecursionError, Warning):
         return False
     return True
