@@ -80,10 +80,12 @@ def _section(matrix: Matrix, checkpoint: str, flag_set: FlagSet) -> str:
         for release in matrix.releases
     )
     flags = shlex.join(flag_set.flags) or "none"
+    wide = 8 + 7 * len(matrix.archs)
     return (
         f"<h2>{text(checkpoint)}</h2>"
         f'<p class="soft">Flags ({text(flag_set.name)}): <code>{text(flags)}</code></p>'
-        f'<div class="card scroll"><table class="heat"><tr><th>SGLang</th>{heads}</tr>{rows}'
+        f'<div class="card scroll"><table class="heat" style="min-width: {wide}rem">'
+        f"<tr><th>SGLang</th>{heads}</tr>{rows}"
         "</table></div>"
     )
 
