@@ -74,7 +74,10 @@ def read_script(
             "a condition in front of it does not hold; set what it asks for with --env",
         )
     chosen = _choose(path, found, line, engines)
-    shown = [*chosen.launch.notes, *notes]
+    own = chosen.launch.notes
+    # What an own note gives as its reason is not said twice.
+    others = [note for note in notes if not any(_reason(note) in said for said in own)]
+    shown = [*own, *others]
     if len(shown) > _MAX_NOTES:
         shown[_MAX_NOTES:] = [f"and {len(shown) - _MAX_NOTES} more of this kind"]
     return replace(chosen.launch, notes=tuple(shown))
@@ -99,6 +102,10 @@ def from_arguments(
         model=model if model is not None else (named.text if named is not None else None),
         flags=tuple(piece.text for piece in rest),
     )
+
+
+def _reason(note: str) -> str:
+    return f"({note.replace('cannot know ', '', 1)} "
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def settle(
             continue
         if name in _NO_SAY and (flags[-2:-1] == [name] or (equals and own == name)):
             del flags[-1 if equals and own == name else -2 :]
-            notes.append(f"line {line}: {name} was left out, its value cannot be known")
+            notes.append(f"line {line}: {name} was left out ({piece.why})")
         elif own == name and not equals:
             unknown.append(f"cannot know whether {name} is given ({piece.why})")
         else:

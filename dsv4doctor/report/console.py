@@ -314,7 +314,8 @@ def _findings(report: Report) -> Iterator[RenderableType | Unwrapped]:
     if findings:
         yield Text(f"Findings: {summary(report)}", style="bold")
     else:
-        yield Text("No findings.", style="green")
+        others = " beside those accepted" if report.gate.accepted else ""
+        yield Text(f"No findings{others}.", style="green")
     for finding in findings:
         yield Text()
         yield Padding(_finding(finding), (0, 0, 0, 2))
