@@ -79,10 +79,11 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     traced = time.monotonic()
     trace = _of_paths(_of_roles(trace, settings.roles), settings.paths)
     texts = call_texts(Path(target.tree.root), trace.layers)
-    trace = judged(trace, texts, grounds(target.snapshot.stack, target.tree))
+    stand_on = grounds(target.snapshot.stack, target.tree)
+    trace = judged(trace, texts, stand_on)
     tried: tuple[Alternative, ...] = ()
     if settings.alternatives and _needs_another(trace):
-        tried = _alternatives(request, trace, texts, settings, progress)
+        tried = _alternatives(request, trace, texts, stand_on, settings, progress)
     facts = Facts(
         snapshot=target.snapshot,
         arch=target.arch,
@@ -163,6 +164,7 @@ def _alternatives(
     request: TraceRequest,
     trace: Trace,
     texts: Mapping[str, str],
+    stand_on: Grounds,
     settings: Settings,
     progress: Progress | None,
 ) -> tuple[Alternative, ...]:
@@ -182,18 +184,22 @@ def _alternatives(
     ]
     results = trace_launches(requests, use_cache=settings.use_cache, timeout=settings.timeout)
     return tuple(
-        _alternative(option, result, Path(request.tree.root), has_clamp)
+        _alternative(option, result, Path(request.tree.root), stand_on, has_clamp)
         for option, result in zip(options, results, strict=True)
     )
 
 
 def _alternative(
-    option: Candidate, result: Trace | DoctorError, root: Path, has_clamp: bool
+    option: Candidate,
+    result: Trace | DoctorError,
+    root: Path,
+    stand_on: Grounds,
+    has_clamp: bool,
 ) -> Alternative:
     if isinstance(result, DoctorError):
         return outcome(option, result, {}, has_clamp)
     texts = call_texts(root, result.layers)
-    return outcome(option, judged(result, texts), texts, has_clamp)
+    return outcome(option, judged(result, texts, stand_on), texts, has_clamp)
 
 
 # ------------------------------------------------------------------------------ rules
