@@ -25,6 +25,7 @@ from dsv4doctor.cli_options import (
     report_options,
 )
 from dsv4doctor.diagnose_cli import diagnose_command, explain_command
+from dsv4doctor.diff_cli import diff_command
 from dsv4doctor.errors import DoctorError, UsageError, shortened
 from dsv4doctor.fix_cli import fix_command, run_command
 from dsv4doctor.kernels_cli import kernels_group
@@ -159,6 +160,7 @@ cli.add_command(profile_command)
 cli.add_command(fix_command)
 cli.add_command(run_command)
 cli.add_command(trace_command)
+cli.add_command(diff_command)
 
 
 def _options(ctx: click.Context, options: dict[str, Any]) -> Options:

@@ -48,9 +48,12 @@ from dsv4doctor.models import (
 
 
 def trace_from(
-    result: dict[str, Any], tree: SglangTree, arch: Any, checkpoint: Checkpoint
+    result: dict[str, Any], tree: SglangTree, arch: Any, checkpoint: Checkpoint | None
 ) -> Trace:
-    """The Trace that a worker's result describes; file names become relative to the tree."""
+    """The Trace that a worker's result describes; file names become relative to the tree.
+
+    Without a checkpoint no layer has a stored format.
+    """
     reader = _Reader(Path(tree.root))
     stored = _StoredFormats(checkpoint, result["resolved_args"])
     errors = [error for error in result["errors"] if error["by_sglang"]]
@@ -97,7 +100,11 @@ def _stopped(error: dict[str, Any]) -> str:
 class _StoredFormats:
     """Stored format of a layer by SGLang's module name."""
 
-    def __init__(self, checkpoint: Checkpoint, resolved: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint | None, resolved: dict[str, Any]) -> None:
+        self.main: dict[int, StoredFormat] = {}
+        self.draft: dict[int, StoredFormat] = {}
+        if checkpoint is None:
+            return
         self.main = {layer.index: layer.stored_format for layer in checkpoint.main_layers}
         draft = _draft_checkpoint(checkpoint, resolved)
         layers = draft.draft_layers if draft is not None else ()

@@ -33,7 +33,7 @@ def run_layer(layer):
         if error is not None:
             return {**outcome, "error": error, "phase": "weights"}
     error, calls = _phase(lambda: _apply(layer))
-    kernel = _kernel(calls, finished=error is None)
+    kernel = first_kernel(calls, finished=error is None)
     outcome["kernel"] = kernel
     if error is not None and kernel is None:
         return {**outcome, "error": error, "phase": "forward"}
@@ -75,7 +75,7 @@ def _apply(layer):
     return layer.quant_method.apply(layer, dispatched)
 
 
-def _kernel(calls, finished):
+def first_kernel(calls, finished):
     """The first launch that computes experts; SGLang's own op around one only as a last resort."""
     candidates = []
     for entry in calls:

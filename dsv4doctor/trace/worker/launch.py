@@ -93,7 +93,7 @@ class _Launch:
             self.server_args, self.view = server_args, view
             self.result["arg_changes"] = watch.finish(server_args)
             self.result["resolved_args"] = {
-                name: _json(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
+                name: plain(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
             }
             if self.job.get("with_paths"):
                 from .calls import reread_constants
@@ -136,14 +136,14 @@ class _Launch:
             self.result["timings"][f"{role} paths"] = round(seconds, 3)
 
     def _read_paths(self, role, model, config):
-        from . import paths
+        from . import paths, windows
 
         for path in paths.Reader(role, model, config, self.server_args, self.view).read():
             error = path["error"]
             if error is not None:
                 path["error"] = describe_error(f"{role} {path['name']}", error)
                 # What SGLang raises before its dispatch may hang on values that are made up.
-                path["error"]["by_sglang"] &= paths.raised_inside(error, path["name"])
+                path["error"]["by_sglang"] &= windows.raised_inside(error, path["name"])
             self.result["paths"].append(path)
 
     def _speculative_default(self):
@@ -172,7 +172,7 @@ class LayerReader:
             "name": name,
             "role": self.role,
             "quant_method": type(method).__name__,
-            "runner_backend": _backend(runner),
+            "runner_backend": backend_of(runner),
             "decided_at": seen["decided_at"],
             "flags_consulted": flags,
         }
@@ -188,7 +188,7 @@ class LayerReader:
         return {**read, **self.outcomes[key]}
 
 
-def _backend(runner):
+def backend_of(runner):
     backend = getattr(runner, "runner_backend", None)
     return None if backend is None else str(getattr(backend, "value", backend))
 
@@ -218,7 +218,7 @@ def describe_error(phase, error):
     }
 
 
-def _json(value):
+def plain(value):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return str(getattr(value, "value", value))

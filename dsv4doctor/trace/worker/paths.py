@@ -4,32 +4,19 @@ SGLang's own layers are run once per class of layer, on tensors without memory, 
 attention backend and KV pool.  A call belongs to a path by the SGLang functions it was made from.
 """
 
-import re
 import sys
 
 import torch
 
 from . import forward
 from .attention import REQUESTS, Harness
-from .calls import Calls, chosen, flags_of, inside, maker
+from .calls import Calls
 from .serving import call
 from .stand_ins import make
 from .tensors import Redirect
+from .windows import DENSE, INDEXER, MHC, MLA, path_entry, runner_of
 
 ATTENTION = ("sparse-mla-decode", "sparse-mla-prefill")
-_MLA = re.compile(
-    r"mla|sparse_(decode|prefill|fwd)|swapab|trtllm\w*(decode|prefill)|decode_attention", re.I
-)
-_MLA_HELPER = re.compile(
-    r"metadata|quant|store|split_kv_pages|_split|pack|rope|gather|copy|combine|norm|capab|supports"
-    r"|get_|page_ind|init|meta|topk|view|can_use|reindex|use_sparse|get",
-    re.I,
-)
-_LOGITS = re.compile(r"mqa_logits|indexer_logits|index_logits|fp8_index", re.I)
-_DENSE = re.compile(r"gemm|_mm\b|_mm_|matmul|scaled_mm|bmm|cutlass", re.I)
-_DENSE_HELPER = re.compile(r"quant(?!_matmul)|config|layout|transform|swizzle|interleave", re.I)
-_MHC = re.compile(r"hc_|mhc|sinkhorn", re.I)
-_MHC_HELPER = re.compile(r"prewarm|enabled|_ops$|params|_norm$", re.I)
 
 
 # ------------------------------------------------------------------------ one model
@@ -66,28 +53,8 @@ class Reader:
     def _add(self, *args, **fields):
         self.found.append(self._path(*args, **fields))
 
-    def _path(self, name, layers, kernel=None, calls=None, where=None, window=None, **fields):
-        if kernel is not None:
-            fields.setdefault("choice", maker(kernel))
-            fields.setdefault("flags", flags_of(calls, window))
-        elif calls is not None:
-            fields["error"] = calls.error
-            if calls.error is None:
-                fields["reason"] = (
-                    "it came to its end without a kernel that is known as this path's"
-                )
-        return {
-            "name": name,
-            "role": self.role,
-            "layers": list(layers),
-            "choice": fields.get("choice"),
-            "kernel": kernel,
-            "decided_at": where,
-            "flags_consulted": fields.get("flags", []),
-            "reason": fields.get("reason", ""),
-            "detail": fields.get("detail", ""),
-            "error": fields.get("error"),
-        }
+    def _path(self, *args, **fields):
+        return path_entry(self.role, *args, **fields)
 
     # ---- dense FP8
 
@@ -109,8 +76,7 @@ class Reader:
         merged = {}
         for (method, parameters), modules in classes.items():
             calls = Calls(lambda module=modules[0][1]: _run_linear(module))
-            window = _in_linear
-            kernel, where = chosen(calls, _DENSE, _DENSE_HELPER, window)
+            kernel, where = DENSE.kernel(calls)
             shape = dict((name, shape) for name, shape, _ in parameters)["weight"]
             symbol = kernel["symbol"] if kernel else repr(calls.error)
             merged.setdefault((method, symbol), []).append((modules, kernel, where, calls, shape))
@@ -124,46 +90,34 @@ class Reader:
                 kernel,
                 calls,
                 where,
-                _in_linear,
+                DENSE,
                 detail=f"{method}; weights {shapes}",
-                **({"choice": _runner(calls)} if kernel and _runner(calls) else {}),
+                **({"choice": runner_of(calls)} if kernel and runner_of(calls) else {}),
             )
 
     # ---- mHC
 
     def _mhc(self):
-        mixing = [
-            module
-            for module in self.model.modules()
-            if callable(getattr(module, "hc_pre", None)) and hasattr(module, "hc_attn_fn")
-        ]
-        if not mixing:
+        layer, names = mixing_layers(self.model)
+        if layer is None:
             return
-        layer = mixing[0]
-        names = [
-            other for other, module in self.model.named_modules() if type(module) is type(layer)
-        ]
         hidden = torch.empty(8, layer.hc_mult, self.config.hidden_size, dtype=torch.bfloat16)
         for path, run in (
             ("mhc-pre", lambda: _hc_pre(layer, hidden)),
             ("mhc-post", lambda: _hc_post(layer, hidden)),
         ):
             calls = Calls(run)
-            kernel, where = chosen(calls, _MHC, _MHC_HELPER, _in_hc)
+            kernel, where = MHC.kernel(calls)
             parts = [_torch_parts(calls)]
             if getattr(layer, "use_fused_mhc_post_pre", False):
                 parts.append("between layers post and pre are fused into one, which was not run")
             detail = "; ".join(part for part in parts if part)
-            self._add(path, names, kernel, calls, where, _in_hc, detail=detail)
+            self._add(path, names, kernel, calls, where, MHC, detail=detail)
 
     # ---- attention, indexer, KV cache
 
     def _attention(self):
-        classes = {}
-        for name, module in self.model.named_modules():
-            if hasattr(module, "attn_mqa") and hasattr(module, "compress_ratio"):
-                key = (type(module).__name__, module.compress_ratio)
-                classes.setdefault(key, []).append((name, module))
+        classes = attention_classes(self.model)
         if not classes:
             for path in ATTENTION:
                 reason = "this model's attention is built of classes that a trace does not run"
@@ -200,20 +154,16 @@ class Reader:
         calls = Calls(lambda: _run_attention(harness, kind, tokens, attention, self.config))
         size = f"batch of {tokens}" if kind == "decode" else f"{tokens} tokens"
         if getattr(attention, "indexer", None) is not None:
-            kernel, where = chosen(calls, _LOGITS, re.compile("metadata"), _in_indexer)
+            kernel, where = INDEXER.kernel(calls)
             detail = f"{_width(harness)}; {size}" if kernel else size
-            yield self._path(
-                f"indexer-{kind}", names, kernel, calls, where, _in_indexer, detail=detail
-            )
-        kernel, where = chosen(calls, _MLA, _MLA_HELPER, _in_backend)
+            yield self._path(f"indexer-{kind}", names, kernel, calls, where, INDEXER, detail=detail)
+        kernel, where = MLA.kernel(calls)
         detail = f"compress ratio {attention.compress_ratio}; {size}"
-        yield self._path(
-            f"sparse-mla-{kind}", names, kernel, calls, where, _in_backend, detail=detail
-        )
+        yield self._path(f"sparse-mla-{kind}", names, kernel, calls, where, MLA, detail=detail)
 
     def _kv_cache(self, harness, names):
         pool = getattr(harness.pool, "swa_kv_pool", None)
-        detail, choice = _layout(harness.pool)
+        detail, choice = layout_of(harness.pool)
         self._add(
             "kv-cache",
             names,
@@ -240,7 +190,26 @@ class Reader:
         self._add("all-reduce", [], choice=choice, reason=reason, flags=flags)
 
 
-def _layout(pool):
+def attention_classes(model):
+    """{(class name, compress ratio): [(name, module)]} of a model's attention."""
+    classes = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "attn_mqa") and hasattr(module, "compress_ratio"):
+            key = (type(module).__name__, module.compress_ratio)
+            classes.setdefault(key, []).append((name, module))
+    return classes
+
+
+def mixing_layers(model):
+    """(the first layer with hyper-connections or None, the names of all of its class)."""
+    for module in model.modules():
+        if callable(getattr(module, "hc_pre", None)) and hasattr(module, "hc_attn_fn"):
+            kind = type(module)
+            return module, [name for name, other in model.named_modules() if type(other) is kind]
+    return None, []
+
+
+def layout_of(pool):
     """(detail, choice) of a KV pool: bytes and page sizes as it says them itself."""
     parts = []
     window = getattr(pool, "swa_kv_pool", None)
@@ -347,55 +316,3 @@ def _run_attention(harness, kind, tokens, attention, config):
             positions=batch.positions,
             forward_batch=batch,
         )
-
-
-def _runner(calls):
-    """The FP8 GEMM runner that a quant method called, by the name of SGLang's function."""
-    for entry in calls.functions:
-        name = entry["symbol"].rsplit(".", 1)[-1]
-        match = re.match(r"(\w+?)_(?:w8a8|mxfp8|fp8)\w*linear", name)
-        if match and _in_linear(entry):
-            return match[1].replace("deepgemm", "deep_gemm")
-    return None
-
-
-def _in_linear(entry):
-    return inside(entry, names="apply")
-
-
-def _in_hc(entry):
-    return inside(entry, names="hc_pre|hc_post")
-
-
-def _in_indexer(entry):
-    return inside(entry, names=r"forward_c4_indexer|forward_\w*indexer\w*")
-
-
-_BACKEND_FILES = tuple(
-    f"layers/attention/deepseek_v4{name}_backend.py" for name in ("", "_trtllm", "_mega")
-)
-
-
-def _in_backend(entry):
-    if inside(entry, names=r"init_forward_metadata\w*|_build_forward_metadata"):
-        return None
-    entry_point = inside(
-        entry,
-        names="_?forward(_attention|_prefill_sparse\\w*|_trtllm|_mega\\w*)?",
-        files=_BACKEND_FILES,
-    )
-    dispatcher = inside(entry, names=r"flash_mla_with_kvcache\w*")
-    return dispatcher or entry_point
-
-
-def raised_inside(error, path):
-    """True when an exception came out of the path's own dispatch."""
-    window = {"dense-fp8": _in_linear, "mhc-pre": _in_hc, "mhc-post": _in_hc}.get(path)
-    if window is None:
-        window = _in_indexer if path.startswith("indexer") else _in_backend
-    trace, stack = error.__traceback__, []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        stack.insert(0, (code.co_name, code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    return window({"stack": stack}) is not None

@@ -1,0 +1,70 @@
+"""`dsv4doctor diff`: a prediction against what the server recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4doctor.terminal import deliver, say, wants_color
+
+if TYPE_CHECKING:
+    from dsv4doctor.drift import Comparison
+
+
+@click.command("diff")
+@click.argument("predicted", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("recorded", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["console", "json", "markdown"]),
+    default="console",
+    show_default=True,
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write there instead of standard output.",
+)
+@click.pass_context
+def diff_command(
+    ctx: click.Context, predicted: Path, recorded: Path, format_: str, output: str | None
+) -> None:
+    """Compare PREDICTED, from `dsv4doctor trace --format json`, with RECORDED, written by a server
+    that ran with DSV4DOCTOR_RECORD=FILE: per layer and hot path, what drifted.
+
+    Exit codes: 0 the same, 1 drift, 2 unreadable input, 3 one side does not know.
+
+    \b
+    Examples:
+      dsv4doctor trace --launch serve.sh --format json -o predicted.json
+      DSV4DOCTOR_RECORD=recorded.json ./serve.sh
+      dsv4doctor diff predicted.json recorded.json
+    """
+    from dsv4doctor.drift import compare, read_report
+    from dsv4doctor.report import drift as rendering
+
+    ctx.obj.update(format=format_, output=output)
+    comparison = compare(read_report(predicted), read_report(recorded))
+    if format_ == "json":
+        text = rendering.as_json(comparison)
+    elif format_ == "markdown":
+        text = rendering.as_markdown(comparison)
+    else:
+        import sys
+
+        text = rendering.as_console(comparison, output is None and wants_color(sys.stdout))
+    deliver(text, output)
+    say(f"dsv4doctor: {_summary(comparison)}")
+    ctx.exit(comparison.exit_code)
+
+
+def _summary(comparison: Comparison) -> str:
+    from dsv4doctor.drift import Standing
+
+    counts = [f"{len(comparison.of(standing))} {standing.value}" for standing in Standing]
+    return ", ".join(counts)
