@@ -91,6 +91,8 @@ def test_a_diff_does_with_git_what_apply_does(
 ) -> None:
     by_git = tmp_path / "by-git"
     shutil.copytree(tree.root, by_git)
+    # An environment in a project's folder: git must not look for the files at the project's top.
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
     wanted = job(tree, state)
     patch = tmp_path / "change.patch"
     patch.write_text(as_diff(work.make_plan(wanted)), encoding="utf-8", newline="")

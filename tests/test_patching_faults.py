@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import importlib.util
 import multiprocessing
 import os
+import py_compile
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from dsv4doctor.patching.view import Asked
 Tree = Callable[[str], SglangTree]
 _STEPS = ("open", "write", "fsync", "replace", "unlink", "symlink", "fchmod", "mkdir", "rmdir")
 Fault = Callable[[], object]
+_UNCHECKED = py_compile.PycInvalidationMode.UNCHECKED_HASH
 # Small files, and of RECORD their lines: every step is tried.
 _FOLDER = "sglang/srt/layers/quantization/"
 FILES = (f"{_FOLDER}base_config.py", f"{_FOLDER}kv_cache.py", "sglang/version.py")
@@ -99,7 +102,21 @@ class Place:
 
     @property
     def now(self) -> dict[str, Any]:
-        return contents(self.root)
+        found = contents(self.root)
+        return {name: one for name, one in found.items() if not name.endswith(".pyc")}
+
+    def compile(self) -> None:
+        """As by an installer that has Python take what is compiled without a look at the source."""
+        for name in FILES:
+            py_compile.compile(str(self.root / name), invalidation_mode=_UNCHECKED, doraise=True)
+
+    def check_compiled(self) -> None:
+        """Nothing compiled from the original lies beside another source."""
+        for name in FILES:
+            path = self.root / name
+            compiled = Path(importlib.util.cache_from_source(str(path)))
+            if contents(self.root)[name] != self.original[name]:
+                assert not compiled.exists(), name
 
     def apply(self) -> None:
         work.apply(self.job)
@@ -184,10 +201,13 @@ def test_killed_at_any_step(
             work.apply(place.job)
         if action == "recover":
             _interrupt(place)
+        if action == "apply":
+            place.compile()
         status = _in_child(getattr(place, action), number)
         if status == 0:
             break
         assert os.WIFSIGNALED(status), status
+        place.check_compiled()
         place.put_right()
         place.check_whole(patched, number % 4 == 0)
     assert number > 20

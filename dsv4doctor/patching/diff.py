@@ -19,9 +19,10 @@ def unified(changes: Mapping[str, tuple[bytes, bytes]]) -> bytes:
 
 
 def _one(file: str, before: bytes, after: bytes) -> bytes:
+    # Without git's own "diff --git" line, which would make git look for the files in the top folder
+    # of a repository around, and leave them out without a word.
     hunks = difflib.unified_diff(_lines(before), _lines(after), f"a/{file}", f"b/{file}")
-    head = f"diff --git a/{file} b/{file}\n"
-    text = head + "".join(line if line.endswith("\n") else f"{line}\n{_NO_END}" for line in hunks)
+    text = "".join(line if line.endswith("\n") else f"{line}\n{_NO_END}" for line in hunks)
     return text.encode("utf-8", "surrogateescape")
 
 

@@ -253,7 +253,7 @@ def _changed(outcome: Outcome) -> Iterator[RenderableType]:
 
 
 def _counted(before: bytes, after: bytes) -> tuple[int, int]:
-    lines = diff.unified({"f": (before, after)}).split(b"\n")[3:]
+    lines = diff.unified({"f": (before, after)}).split(b"\n")[2:]
     plus = sum(line.startswith(b"+") for line in lines)
     return plus, sum(line.startswith(b"-") for line in lines)
 
