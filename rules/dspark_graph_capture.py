@@ -18,6 +18,8 @@ _SEEN_IN = ("0.5.16", "0.5.17")
 statement about any other release."""
 _SEEN_FROM = 10
 _LIMIT = "--cuda-graph-max-bs"
+_LIMITS = (_LIMIT, "--cuda-graph-max-bs-decode")
+"""Either caps the graphs of decode, where the draft runs."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -27,11 +29,14 @@ def check(facts: Facts) -> Iterator[Finding]:
     version = facts.trace.sglang.version
     if not is_speculative(facts, "DSPARK") or version not in _SEEN_IN:
         return
-    limit = flag(facts, _LIMIT)
+    limits = [value for name in _LIMITS if (value := flag(facts, name)) is not None]
+    limit = limits[-1] if limits else None
     if "--disable-cuda-graph" in launch.flags:
         return
-    if limit is not None and limit.isdigit() and int(limit) < _SEEN_FROM:
+    if any(value.isdigit() and int(value) < _SEEN_FROM for value in limits):
         return
+    if flag(facts, "--disaggregation-mode") == "prefill":
+        return  # SGLang captures no decode graphs there
     yield Finding(
         rule=RULE.id,
         severity=Severity.WARNING,
@@ -62,6 +67,7 @@ _DSPARK = ("--speculative-algorithm", "DSPARK")
 EXAMPLES = (
     Example("0.5.17, no limit", scene(version="0.5.17", flags=_DSPARK), expect=(_LIMIT,)),
     Example("0.5.17, capped", scene(version="0.5.17", flags=(*_DSPARK, _LIMIT, "8"))),
+    Example("0.5.17, decode capped", scene(version="0.5.17", flags=(*_DSPARK, _LIMITS[1], "8"))),
     Example("0.5.17, no graphs", scene(version="0.5.17", flags=(*_DSPARK, "--disable-cuda-graph"))),
     Example("0.5.23", scene(flags=_DSPARK)),
     Example("EAGLE", scene(version="0.5.17", flags=("--speculative-algorithm", "EAGLE"))),

@@ -183,6 +183,28 @@ def test_a_variable_stays_only_where_it_helps(
     assert any("SGLANG_OPT_USE_TILELANG_INDEXER" in one for one in seen)
 
 
+def test_graphs_are_capped_where_a_finding_asks(
+    checkpoint: Builder, sglang_tree: Trees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Ask(True)
+    on = standing(checkpoint(FLASH, experts=1), sglang_tree("0.5.23"), ask)
+
+    def audits(current, ground, timeout, progress):  # type: ignore[no-untyped-def]
+        return tuple(
+            _report(
+                current, ground, server, [_finding("DSV602", "cap with --cuda-graph-max-bs 8.")]
+            )
+            for server in current.servers
+        )
+
+    monkeypatch.setattr(proving, "_audits", audits)
+    prefill, decode = prove(plan(ask, on), on, 300).plan.servers
+    (graphs,) = (flag for flag in decode.flags if flag.name == "--cuda-graph-max-bs-decode")
+    assert graphs.values == ("8",)
+    assert graphs.why.startswith("DSV602: ")
+    assert "--cuda-graph-max-bs-decode" not in prefill.words
+
+
 def test_an_error_makes_a_plan_unsound(
     checkpoint: Builder, sglang_tree: Trees, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,13 +29,17 @@ from dsv4doctor.models import (
 from dsv4doctor.planning.build import Ground
 from dsv4doctor.planning.layout import Plan, Server, Setting
 from dsv4doctor.planning.release import text_of
-from dsv4doctor.planning.settings import with_flags
+from dsv4doctor.planning.settings import grouped, with_flags
 from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.target import Target
 from dsv4doctor.trace.session import TraceRequest, trace_launches
 
 _ASSIGNMENT = re.compile(r"\b(SGLANG_\w+)=([\w.]+)")
-_ROUNDS = 5
+_GRAPHS = "--cuda-graph-max-bs-decode"
+_CAP = re.compile(r"--cuda-graph-max-bs(?:-decode)? (\d{1,5})\b")
+_MEMORY = "DSV601"
+"""The rule that adds up memory, as the plan itself does."""
+_ROUNDS = 6
 Progress = Callable[[str], None]
 
 
@@ -186,12 +190,31 @@ def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
                 f"{plan.arch.name}; `dsv4doctor fix` may change that, then plan again"
             )
         return replace(plan, servers=servers, notes=tuple(notes))
+    capped = _capped(plan, reports)
+    if capped is not None:
+        return capped
     added = False
     for finding, name, value in _variables(reports, plan, tried):
         tried.variables[name] = Setting(name, (value,), f"{finding.rule}: {finding.message}")
         tried.rules[name] = finding.rule
         added = True
     return plan if added or useless else None
+
+
+def _capped(plan: Plan, reports: Sequence[Report]) -> Plan | None:
+    """The plan with smaller CUDA graphs, where a finding asks for them; None: none does."""
+    servers = []
+    for server, report in zip(plan.servers, reports, strict=True):
+        has = grouped(server.words).get(_GRAPHS, ("",))[0]
+        for finding in report.findings:
+            asked = _CAP.search(finding.remedy.text) if finding.remedy else None
+            if asked and has.isdigit() and int(asked[1]) < int(has):
+                words = (_GRAPHS, asked[1])
+                why = f"{finding.rule}: {finding.message}"
+                server = with_flags(server, (_GRAPHS, has), words, why)
+                break
+        servers.append(server)
+    return replace(plan, servers=tuple(servers)) if tuple(servers) != plan.servers else None
 
 
 def _rules(reports: Sequence[Report]) -> set[str]:
@@ -257,7 +280,8 @@ def _judged(plan: Plan, reports: tuple[Report, ...]) -> Proof:
     errors: dict[str, None] = {}
     for server, report in zip(plan.servers, reports, strict=True):
         for finding in report.findings:
-            if finding.severity is Severity.ERROR:
+            said = finding.rule == _MEMORY and plan.problems
+            if finding.severity is Severity.ERROR and not said:
                 errors[f"{server.part.value}: {finding.rule} {finding.message}"] = None
     for finding in pair:
         if finding.severity is Severity.ERROR:
