@@ -22,7 +22,7 @@ from dsv4doctor.facts.cache import load_entry, save_entry
 from dsv4doctor.models import KernelEvidence
 
 _FETCH_SECONDS = 600.0
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 512 << 20
 """Of the sources that are unpacked."""
 
 
