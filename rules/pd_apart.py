@@ -192,9 +192,12 @@ def bound_to(facts: Facts) -> tuple[int, ...]:
 
 
 def _several_nodes(one: Facts, other: Facts) -> bool:
-    """False only where the machine is known to have one node."""
-    host = one.snapshot.host or other.snapshot.host
-    return host is None or not host.numa_nodes or len(host.numa_nodes) > 1
+    """False only where the serving machine is known to have one node."""
+    for side in (one, other):
+        host = side.snapshot.host
+        if host is not None and side.snapshot.gpu.gpus and host.numa_nodes:
+            return len(host.numa_nodes) > 1
+    return True
 
 
 def _list(numbers: tuple[int, ...]) -> str:

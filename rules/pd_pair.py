@@ -243,8 +243,8 @@ def _finding(found: Difference, one: Facts, other: Facts) -> Finding:
         severity=found.severity,
         subject=found.subject,
         message=(
-            f"The two sides disagree about {found.subject}: {names[0]} has {found.sides[0]}, "
-            f"{names[1]} has {found.sides[1]}."
+            f"The two sides disagree about {found.subject}: {found.sides[0]} for {names[0]}, "
+            f"{found.sides[1]} for {names[1]}."
         ),
         consequence=found.consequence,
         evidence=_evidence(found, one, other),

@@ -14,6 +14,7 @@ from dsv4doctor.launch import read_script
 from dsv4doctor.models import (
     Facts,
     Finding,
+    GpuFacts,
     HostFacts,
     Outcome,
     Package,
@@ -256,6 +257,21 @@ def test_two_machines_may_have_the_same_ports_and_gpus(ground: Ground, folder: P
     )
     (folder / "router.sh").write_text(router)
     assert _findings(ground, folder) == ()
+
+
+def test_the_nodes_of_a_machine_that_is_not_the_server(ground: Ground, folder: Path) -> None:
+    """Its one node says nothing about the serving machine's."""
+    drift = ("--cpunodebind=1 --membind=1", "--cpunodebind=0 --membind=0")
+    script = folder / "decode.sh"
+    script.write_text(script.read_text().replace(*drift))
+    sides = []
+    for name in ("prefill.sh", "decode.sh"):
+        side = _side(ground, folder / name)
+        here = replace(side.snapshot, gpu=GpuFacts(()), host=HostFacts(numa_nodes=(0,)))
+        sides.append(replace(side, snapshot=here))
+    results = run_rules(PAIR_RULES, replace(sides[0], peer=sides[1]))
+    subjects = [finding.subject for result in results for finding in result.findings]
+    assert subjects == ["NUMA node"]
 
 
 def test_router_scripts(tmp_path: Path) -> None:
