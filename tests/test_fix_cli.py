@@ -279,6 +279,7 @@ def test_help_has_examples(fix: Fix, capsys: pytest.CaptureFixture[str]) -> None
     assert "dsv4doctor fix --check --launch serve.sh" in capsys.readouterr().out
 
 
+@pytest.mark.wheels
 def test_a_state_folder_of_nobody(
     fix: Fix, part: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,8 @@ def test_only_and_then_the_rest(tree: SglangTree, state: Path, tmp_path: Path) -
     assert set(first.changes) == {QUANT, KV}
     check = work.make_plan(job(tree, state), "check")
     assert (check.exit_code, _status(check, TWO)) == (1, Status.APPLIED)
+    assert work.make_plan(job(tree, state, only=("FIX902",)), "check").exit_code == 0
+    assert work.make_plan(job(tree, state, only=("FIX901",)), "check").exit_code == 1
     second = work.apply(job(tree, state))
     assert (_status(second, ONE), _status(second, TWO)) == (Status.APPLIED, Status.APPLIED)
     assert work.make_plan(job(tree, state), "check").exit_code == 0

@@ -242,6 +242,15 @@ def test_what_cannot_be_run(refused: Refused, command: tuple[str, ...], said: st
     assert said in line
 
 
+def test_a_script_whose_python_does_not_look(refused: Refused, tmp_path: Path) -> None:
+    script = tmp_path / "sglang"
+    script.write_text("#!/usr/bin/python3 -sE\nraise SystemExit(9)\n")
+    script.chmod(0o755)
+    code, line = refused(str(script), "serve")
+    assert code == 2
+    assert "-sE ignores PYTHONPATH" in line
+
+
 @pytest.mark.parametrize("damage", ["missing", "no JSON", "other fields", "a module"])
 def test_what_is_no_overlay(refused: Refused, folder: Path, damage: str) -> None:
     manifest = folder / "overlay.json"

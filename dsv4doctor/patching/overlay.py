@@ -28,7 +28,7 @@ MANIFEST = "overlay.json"
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 # What patched code imports of us, and what that imports; pure Python, for any interpreter.
 _LENT = ("dsv4doctor", "platformdirs", "pynvml")
-_BLIND = ("-E", "-I", "-S", "-IS", "-ES", "-Es", "-Is")
+_BLIND = ("-E", "-I", "-S", "-IS", "-ES", "-Es", "-sE", "-Is", "-sI")
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,26 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
 
 def refuse_blind(command: Sequence[str]) -> None:
     """UsageError for a Python that is told not to look at PYTHONPATH."""
-    for word in command[1:]:
+    for word in (*_interpreter_options(command[0]), *command[1:]):
         if not word.startswith("-") or word in ("-m", "-c"):
             return
         if word in _BLIND:
             raise UsageError(
                 f"{command[0]} {word} ignores PYTHONPATH, and with it the overlay",
-                f"leave {word} out",
+                f"leave {word} out, or start it as python -m ...",
             )
+
+
+def _interpreter_options(program: str) -> list[str]:
+    """What a script's first line gives its Python, e.g. "-sE" in "#!/usr/bin/python3 -sE"."""
+    path = shutil.which(program)
+    try:
+        with open(path or program, "rb") as file:
+            first = file.readline(500).decode("utf-8", "replace").split()
+    except (OSError, ValueError):
+        return []
+    is_python = first and first[0].startswith("#!") and "python" in os.path.basename(first[0])
+    return first[1:] if is_python else []
 
 
 def start(command: Sequence[str], variables: Mapping[str, str]) -> None:

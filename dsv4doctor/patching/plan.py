@@ -55,11 +55,10 @@ class Plan:
     def of(self, *statuses: Status) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.status in statuses)
 
-    @property
-    def missing(self) -> tuple[Step, ...]:
-        """Needed, and not in."""
-        kinds = (Status.PLANNED, Status.REFUSED, Status.LEFT_OUT)
-        return tuple(step for step in self.of(*kinds) if step.why is not None)
+    def missing(self, only: Sequence[str] = ()) -> tuple[Step, ...]:
+        """Needed, and not in; of the fixes in `only`, where there are any."""
+        steps = self.of(Status.PLANNED, Status.REFUSED)
+        return tuple(s for s in steps if s.why is not None and (not only or s.fix.id in only))
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _draft(job: Job, seen: View, command: str) -> Draft:
     planned = plan.make(job.fixes, seen.bases, contents_of(seen), facts, wish)
     changes = changes_of(seen, planned)
     stopped = facts.trace.unresolved if facts.trace is not None else ("there is no trace",)
-    if planned.missing and command == "check":
+    if command == "check" and planned.missing(job.asked.only):
         code = 1
     elif any(_counts(step, seen, job.asked) for step in planned.of(Status.REFUSED)):
         code = 4
