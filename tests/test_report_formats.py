@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import reporting
 from dsv4doctor import gate
 from dsv4doctor.cli_options import FORMATS
 from dsv4doctor.models import Run, Severity
-from dsv4doctor.report import console, github, junit, markdown, sarif
+from dsv4doctor.report import console, github, html, junit, markdown, sarif
 from dsv4doctor.report import json as report_json
 from dsv4doctor.report.formats import RENDERERS
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
@@ -211,28 +213,42 @@ _RENDERER = markdown_it.MarkdownIt("gfm-like", {"html": True, "linkify": False})
 
 
 def test_markdown_tables_and_details() -> None:
-    html = _RENDERER.render(markdown.render(reporting.several()))
-    assert html.count("<table>") == 3
-    assert "modelopt_quant.py:1389" in html
-    assert html.count("<h2>") == 3
-    assert "model.decoder.mlp.experts" in html
-    assert "a lab box" in html
-    assert "<strong>Not determined.</strong> serve.sh: no SGLang command" in html
+    page = _RENDERER.render(markdown.render(reporting.several()))
+    assert page.count("<table>") == 3
+    assert "modelopt_quant.py:1389" in page
+    assert page.count("<h2>") == 3
+    assert "model.decoder.mlp.experts" in page
+    assert "a lab box" in page
+    assert "<strong>Not determined.</strong> serve.sh: no SGLang command" in page
 
 
 def test_markdown_commands_in_sentences_are_code() -> None:
-    html = _RENDERER.render(markdown.render(_run(reporting.report(reporting.story()))))
-    assert "<code>dsv4doctor check</code>" in html
-    assert "`" not in html
+    page = _RENDERER.render(markdown.render(_run(reporting.report(reporting.story()))))
+    assert "<code>dsv4doctor check</code>" in page
+    assert "`" not in page
+
+
+@pytest.mark.parametrize("render", [markdown.render, html.render, None])
+def test_a_very_long_flag_is_cut(render: Callable[[Run], str] | None) -> None:
+    sample = reporting.story()
+    launch = sample.snapshot.launch
+    assert launch is not None
+    launch = replace(launch, flags=("--served-model-name", "n" * 90_000))
+    sample = replace(sample, snapshot=replace(sample.snapshot, launch=launch))
+    run = Run((reporting.report(sample),))
+    style = console.Style(100)
+    shown = render(run) if render else console.render_run(run, style, with_findings=True)
+    assert "nnn..." in "".join(shown.split())
+    assert "n" * 400 not in "".join(shown.split())
 
 
 def test_markdown_of_hostile_text_is_text() -> None:
-    html = _RENDERER.render(markdown.render(_run(reporting.hostile())))
-    assert "<script" not in html
-    assert "<a " not in html
-    assert "<em>" not in html
-    assert "[x](http://e)|@all" in html
-    assert set(re.findall(r"</?([a-z0-9]+)", html)) <= {
+    page = _RENDERER.render(markdown.render(_run(reporting.hostile())))
+    assert "<script" not in page
+    assert "<a " not in page
+    assert "<em>" not in page
+    assert "[x](http://e)|@all" in page
+    assert set(re.findall(r"</?([a-z0-9]+)", page)) <= {
         *("h2", "h3", "p", "strong", "ul", "li", "pre", "code", "details", "summary"),
         *("table", "thead", "tbody", "tr", "th", "td", "blockquote"),
     }

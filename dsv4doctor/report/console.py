@@ -14,6 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from dsv4doctor.errors import shortened
 from dsv4doctor.folding import LayerRange, fold
 from dsv4doctor.models import (
     Checkpoint,
@@ -199,7 +200,8 @@ def _header(facts: Facts) -> RenderableType:
     launch = snapshot.launch
     if launch is not None:
         line = f":{launch.line}" if launch.line else ""
-        rows.append(("Launch", f"{launch.source}{line}  {shlex.join(launch.flags)}".rstrip()))
+        flags = shortened(shlex.join(launch.flags))
+        rows.append(("Launch", f"{launch.source}{line}  {flags}".rstrip()))
     rows += [("Note", note) for note in facts.notes]
     return _pairs(rows)
 

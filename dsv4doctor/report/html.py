@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from dsv4doctor import __version__
+from dsv4doctor.errors import shortened
 from dsv4doctor.folding import fold
 from dsv4doctor.models import (
     Failure,
@@ -101,7 +102,7 @@ def _summary(report: Report) -> str:
     if launch is not None:
         line = f":{launch.line}" if launch.line else ""
         rows.append(("Launch", f"{launch.source}{line}"))
-        rows.append(("Flags", shlex.join(launch.flags) or "none"))
+        rows.append(("Flags", shortened(shlex.join(launch.flags)) or "none"))
     rows += [("Note", note) for note in facts.notes]
     if report.gate.undetermined is not None:
         rows.append(("Not determined", report.gate.undetermined))

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 
+from dsv4doctor.errors import shortened
 from dsv4doctor.folding import fold
 from dsv4doctor.models import (
     Facts,
@@ -79,7 +80,7 @@ def _about(facts: Facts) -> str:
     if launch is not None:
         line = f":{launch.line}" if launch.line else ""
         parts.append(f"{launch.source}{line}")
-        parts.append(shlex.join(launch.flags))
+        parts.append(shortened(shlex.join(launch.flags)))
     return " · ".join(_text(part) for part in parts if part)
 
 
