@@ -181,12 +181,15 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
         ctx.obj.update(debug=options["debug"])
     from pathlib import Path
 
+    from dsv4doctor.errors import UsageError
     from dsv4doctor.planning import build, files, prove, render
     from dsv4doctor.planning.explain import explained
     from dsv4doctor.planning.ports import listening
     from dsv4doctor.planning.topology import parse_gpus
     from dsv4doctor.target import Options, resolve
 
+    if not options["out"]:
+        raise UsageError("--out: no folder", "leave it out for dsv4-plan")
     out, kind = Path(options["out"]), options["kind"]
     files.check_folder(out, render.names(pair, kind), options["force"])
     if options["gpus"]:

@@ -296,6 +296,7 @@ def test_flags_that_the_plan_decides(words: tuple[str, ...]) -> None:
         (Ask(True, transfer="carrier-pigeon"), "no such transfer backend"),
         (Ask(True, context=2_000_000), "1,048,576 tokens at most"),
         (Ask(True, gpus="0-2"), "3 GPUs"),
+        (Ask(True, host="a b"), "--host a b: no name"),
         (Ask(True, variables=(("X", "a\nb"),)), "--env X: a value with control characters"),
     ],
 )

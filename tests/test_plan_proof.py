@@ -129,6 +129,11 @@ def test_from_a_snapshot_to_scripts(
         (["--arch", "sm_120", "--gpus", "0-2", "--gpu-memory", "95"], "3 GPUs"),
         (["--arch", "sm_120", "--gpus", "0", "--gpu-memory", "95"], "1 GPU: prefill and decode"),
         (["--env", "x"], "--env x"),
+        (["--out", ""], "--out: no folder"),
+        (
+            ["--arch", "sm_120", "--kind", "systemd", "--gpus", "0-1", "--gpu-memory", "95"],
+            "Python",
+        ),
         (["--context", "12"], "--context"),
         (["--arch", "sm_120", "--gpus", "0-1", "--gpu-memory", "95", "--", "--tp", "8"], "--tp"),
     ],

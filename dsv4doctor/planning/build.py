@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.features import read_features
+from dsv4doctor.facts.files import shown
 from dsv4doctor.models import Gpu, GpuFacts
 from dsv4doctor.planning import settings, topology
 from dsv4doctor.planning.layout import Part, Plan, Ports, Server, Setting
@@ -22,6 +24,7 @@ from dsv4doctor.rules.draft_of_other_kind import kinds_stored
 from dsv4doctor.target import Target
 
 _CONTEXT = 131072
+_HOST = re.compile(r"[\w.:-]{1,253}", re.ASCII)
 _ROUTER_PORT = 8000
 _BOOTSTRAP = 998
 _DIST_INIT = 500
@@ -103,6 +106,8 @@ def plan(ask: Ask, on: Ground) -> Plan:
         for part, side, given, sized in zip(parts, sides, pairs, sizes, strict=True)
     )
     model = _model(on.target)
+    if not _HOST.fullmatch(ask.host):
+        raise UsageError(f"--host {shown(ask.host)}: no name or address", "e.g. --host 0.0.0.0")
     _check_lines("MODEL", model)
     for name, value in ask.variables:
         _check_lines(f"--env {name}", value)
