@@ -94,8 +94,9 @@ _BMM = shared.Site(
 
 def plan(sources: Sources, choice: Choice) -> Outcome:
     sites = (_HC, _BMM) if _float32_indexer(sources) else (_HC,)
-    what = "mHC's pre mixing" + (" and the torch indexer's product" if _BMM in sites else "")
-    return shared.plan(sources, choice, ID, sites, f"On sm_12x {what} run on bf16 tensor cores.")
+    both = "mHC's pre mixing and the torch indexer's product run"
+    what = both if _BMM in sites else "mHC's pre mixing runs"
+    return shared.plan(sources, choice, ID, sites, f"On sm_12x {what} on bf16 tensor cores.")
 
 
 def _float32_indexer(sources: Sources) -> bool:

@@ -250,6 +250,7 @@ FIX = Fix(
     plan=plan,
     needed=needed,
     changes=changes,
+    changes_path=lambda path: path.name.startswith(("indexer-", "mhc-", "dense-fp8")),
     verify=verify,
     verified_by="the trace: no variable that the launch sets is set to something else",
     examples=EXAMPLES,

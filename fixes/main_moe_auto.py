@@ -226,8 +226,15 @@ def _send_to_ours(changed: dict[str, str]) -> Outcome | None:
 # ------------------------------------------------------------------------ who needs it
 
 
-def changes(layer: Layer) -> bool:
+def _on_routed(layer: Layer) -> bool:
     return layer.quant_method == "ModelOptNvFp4FusedMoEMethod" and layer.runner_backend == ROUTED
+
+
+def changes(layer: Layer) -> bool:
+    """Beside those on the runner: the draft of 0.5.18, which fails to load under it only."""
+    return _on_routed(layer) or (
+        layer.error is not None and "moe_runner_config" in layer.error.message
+    )
 
 
 def needed(facts: Facts) -> str | None:
@@ -237,7 +244,7 @@ def needed(facts: Facts) -> str | None:
         change.name == "moe_runner_backend" and change.before == "auto" and change.after == ROUTED
         for change in facts.trace.arg_changes
     )
-    if not chosen or not any(map(changes, facts.trace.of(Role.MAIN))):
+    if not chosen or not any(map(_on_routed, facts.trace.of(Role.MAIN))):
         return None
     return f'"auto" becomes {ROUTED}, which has no {facts.arch.name} kernel'
 
@@ -245,12 +252,12 @@ def needed(facts: Facts) -> str | None:
 def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
     if not facts.arch.is_sm12x or facts.trace is None:
         return ()
-    planned = {layer.name for layer in facts.trace.of(Role.MAIN) if changes(layer)}
+    planned = {layer.name for layer in facts.trace.of(Role.MAIN) if _on_routed(layer)}
     wrong = []
     for layer in after.of(Role.MAIN):
         if layer.name not in planned:
             continue
-        if changes(layer):
+        if _on_routed(layer):
             wrong.append(f"{layer.name} is still on {ROUTED}")
         elif layer.error is not None:
             wrong.append(f"{layer.name}: {layer.error.type}: {layer.error.message}")
