@@ -58,11 +58,11 @@ def doctor_command(facts: Facts, *words: str) -> str | None:
     after: list[str] = []
     if launch.source == _COMMAND_LINE:
         said += [launch.model or "MODEL"]
-        for name, value in launch.environment.items():
-            said += ["--env", f"{name}={value}"]
         after = ["--", *launch.flags] if launch.flags else []
     else:
         said += ["--launch", _place(launch)]
+    for name in launch.given:
+        said += ["--env", f"{name}={launch.environment.get(name, '')}"]
     if facts.arch_source == "--arch":
         said += ["--arch", facts.arch.name]
     if trace.sglang.borrowed:

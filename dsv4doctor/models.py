@@ -387,6 +387,8 @@ class Launch:
     """Arguments whose value only a running shell knows, and why: the launch is not complete."""
     numa_nodes: tuple[int, ...] = ()
     """The NUMA nodes that a numactl in front binds it to."""
+    given: tuple[str, ...] = ()
+    """The variables of `environment` that --env or the configuration gave."""
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,8 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
         launch = from_arguments(options.model, options.flags, {})
     if options.model is not None:
         launch = replace(launch, model=options.model)
-    return replace(launch, environment={**launch.environment, **pairs})
+    environment = {**launch.environment, **pairs}
+    return replace(launch, environment=environment, given=tuple(pairs))
 
 
 def _refuse_unknown(launch: Launch) -> None:

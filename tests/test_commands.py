@@ -23,7 +23,7 @@ def _facts(launch: Launch, *options: Alternative) -> Facts:
 
 
 _SCRIPT = Launch("deploy/serve v4.sh", 7, {"A": "1"}, "/m", _FLAGS, wrappers=("numactl",))
-_TYPED = Launch("command line", None, {"A": "x y"}, "/m", _FLAGS)
+_TYPED = Launch("command line", None, {"A": "x y"}, "/m", _FLAGS, given=("A",))
 
 
 def test_a_script_is_told_what_to_change() -> None:
@@ -48,7 +48,7 @@ def test_a_command_line_is_given_whole() -> None:
 def test_what_is_not_known_here_is_in_no_command() -> None:
     for launch in (
         replace(_TYPED, flags=(*_FLAGS, "--api-key", "[redacted]")),
-        replace(_TYPED, environment={"HF_TOKEN": "[redacted]"}),
+        replace(_TYPED, environment={"HF_TOKEN": "[redacted]"}, given=("HF_TOKEN",)),
     ):
         assert commands.server_command(_facts(launch), launch.flags) is None
         assert commands.doctor_command(_facts(launch), "check") is None
@@ -70,6 +70,10 @@ def test_the_doctor_s_own_command_names_launch_tree_and_gpu(launch: Launch) -> N
     words = shlex.split(remedy.commands[0])
     assert words[:4] == ["dsv4doctor", "trace-moe", "--main", "--why"]
     assert "--arch" in words
+    # An export of the script is there anyway.
+    assert ("--env" in words) is (launch is _TYPED)
+    if launch is _TYPED:
+        assert words[words.index("--env") + 1] == "A=x y"
     assert words[words.index("--sglang") + 1] == "0.5.14"
     is_script = launch is _SCRIPT
     assert ("--launch" in words) is is_script
@@ -85,6 +89,13 @@ def test_the_doctor_s_own_command_is_taken(
     line = commands.doctor_command(_facts(launch), "trace-moe", "--main") or ""
     assert cli.run(shlex.split(line)[1:]) == 2
     assert "/not/there" in capsys.readouterr().err
+
+
+def test_what_was_given_to_a_script_is_given_again() -> None:
+    launch = replace(_SCRIPT, environment={"A": "1", "MODE": "plain"}, given=("MODE",))
+    words = shlex.split(commands.doctor_command(_facts(launch), "check") or "")
+    assert words[words.index("--env") + 1] == "MODE=plain"
+    assert words.count("--env") == 1
 
 
 def test_eagle_without_its_companions() -> None:

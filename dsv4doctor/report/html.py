@@ -34,6 +34,7 @@ _MARKS = {
 }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _NONE = '<p class="card">None.</p>'
+_NONE_ELSE = '<p class="card">None beside those accepted.</p>'
 
 
 def render(run: Run) -> str:
@@ -193,7 +194,8 @@ def _findings(report: Report) -> str:
         for result in report.results
         if result.outcome is Outcome.CRASH
     )
-    return f"<h2>Findings</h2>{body or _NONE}{crashed}"
+    none = _NONE_ELSE if report.gate.accepted else _NONE
+    return f"<h2>Findings</h2>{body or none}{crashed}"
 
 
 def _finding(finding: Finding) -> str:
