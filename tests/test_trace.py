@@ -337,14 +337,17 @@ def test_a_config_file_counts_as_flags(
     assert cache.key(asked) != before
 
 
-def test_what_a_trace_does_not_set_up_is_unknown(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
-    """0.5.14 reads data-parallel buffers that only a running server has: no failure of SGLang's."""
+def test_data_parallel_attention_reaches_its_kernel(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """0.5.14 reads buffer sizes that every forward of a server sets for its batch."""
     flags = ("--tp", "8", "--dp", "8", "--enable-dp-attention")
     trace = trace_launch(request(sglang_tree("0.5.14"), checkpoint(HYBRID), flags), use_cache=False)
+    assert len(trace.layers) == 43
     for layer in trace.layers:
         assert layer.error is None
-        assert layer.kernel is None
-        assert "_DpGatheredBufferWrapper" in layer.reason
+        assert layer.kernel is not None
+        assert layer.kernel.symbol == "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe"
 
 
 def test_a_machine_without_triton_says_the_same(
@@ -359,6 +362,11 @@ def test_a_machine_without_triton_says_the_same(
     here = request(sglang_tree("0.5.14"), checkpoint(HYBRID))
     there = replace(here, interpreter=tmp_path / "venv" / "bin" / "python")
     assert trace_launch(here, use_cache=False).layers == trace_launch(there, use_cache=False).layers
+    # From 0.5.21 on modules use Triton's language while they are imported.
+    newer = trace_launch(replace(there, tree=sglang_tree("0.5.22")), use_cache=False)
+    assert newer.errors == newer.unresolved == ()
+    assert all(layer.kernel for layer in newer.layers)
+    assert len(newer.of(Role.MAIN)) == 43
 
 
 def test_a_draft_of_its_own_checkpoint(sglang_tree: Tree, checkpoint: Checkpoint) -> None:

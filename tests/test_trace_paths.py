@@ -1,6 +1,7 @@
 """The hot paths beside the routed experts, on real trees."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from tracing import request, traced
 
 from dsv4doctor.audit import judged
 from dsv4doctor.models import ARCHS, Arch, HotPath, Kernel, Role, SglangTree, Trace, Verdict
-from dsv4doctor.report.paths import path_parts
+from dsv4doctor.report.console import Style, printed
+from dsv4doctor.report.paths import only_paths, path_parts
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.session import trace_launches
 from dsv4doctor.verdicts import judge_path
@@ -91,6 +93,22 @@ def test_paths_by_arch_and_variable(sglang_tree: Tree, checkpoint: Checkpoint) -
     assert flags == ("SGLANG_SM120_FLASHMLA_BACKEND",)
 
 
+@pytest.mark.wheels
+def test_prefill_of_0_5_15_on_sm_120(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
+    """It takes FlashMLA's sparse prefill, which is not there; 0.5.16 keeps sm_120 out of it."""
+    [outcome] = trace_launches(
+        [request(sglang_tree("0.5.15.post1"), checkpoint(STOCK), with_paths=True)]
+    )
+    trace = judged(traced(outcome), {})
+    for role in Role:
+        for found in of(trace, "sparse-mla-prefill", role):
+            assert found.kernel is not None
+            assert found.kernel.symbol == "sgl_kernel.flash_mla.flash_mla_sparse_fwd"
+            assert found.flags_consulted == ("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL",)
+            assert found.verdict is Verdict.FAILS
+        assert {found.verdict for found in of(trace, "sparse-mla-decode", role)} == {Verdict.RUNS}
+
+
 def test_paths_have_a_cache_key_of_their_own(tmp_path: Path, checkpoint: Checkpoint) -> None:
     (tmp_path / "sglang").mkdir()
     tree = SglangTree(str(tmp_path), "0.5.23", "folder")
@@ -135,3 +153,15 @@ def test_nothing_is_shown_where_nothing_was_traced() -> None:
     tree = SglangTree("/t", "0.5.23", "folder")
     empty = Trace(tree, Arch(12, 0), {}, (), {}, (), (), (), (), {})
     assert list(path_parts(empty)) == list(path_parts(None)) == []
+    assert not only_paths(empty)
+    assert only_paths(replace(empty, paths=(path("k"),)))
+    assert not only_paths(replace(empty, paths=(path("k"),), unresolved=("main: stopped",)))
+
+
+def test_what_sglang_sets_is_said_beside_the_variable() -> None:
+    tree = SglangTree("/t", "0.5.14", "folder")
+    given = replace(path("k"), flags_consulted=("SGLANG_A", "SGLANG_B"))
+    overwritten: dict[str, tuple[str | None, str]] = {"SGLANG_B": ("1", "0")}
+    trace = Trace(*(tree, Arch(12, 0), {}, (), overwritten, (), (), (), (), {}), paths=(given,))
+    text = printed(list(path_parts(trace)), Style(100))
+    assert "reads   SGLANG_A, SGLANG_B (SGLang sets it to 0)" in text

@@ -32,7 +32,7 @@ from dsv4doctor.models import (
     Verdict,
 )
 from dsv4doctor.report.console_path import decision_path
-from dsv4doctor.report.paths import path_parts
+from dsv4doctor.report.paths import only_paths, path_parts
 from dsv4doctor.terminal import harmless
 
 WIDE = 160
@@ -95,11 +95,9 @@ def render_check(report: Report, width: int, color: bool, *, verbose: bool, why:
 
 def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
     """The layers, and the other hot paths that were traced."""
-    parts: list[RenderableType | Unwrapped] = [
-        _header(report.facts),
-        Text(),
-        *_layers(report.facts, width),
-    ]
+    parts: list[RenderableType | Unwrapped] = [_header(report.facts)]
+    if not only_paths(report.facts.trace):
+        parts += [Text(), *_layers(report.facts, width)]
     parts += path_parts(report.facts.trace)
     if why:
         parts += [Text(), *decision_path(report.facts.trace)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -10,12 +10,20 @@ from rich.text import Text
 
 from dsv4doctor.models import HotPath, Trace, Verdict
 
+Overwritten = Mapping[str, tuple[str | None, str]]
 _STYLES = {
     Verdict.RUNS: "green",
     Verdict.FALLBACK: "yellow",
     Verdict.FAILS: "bold red",
     Verdict.UNKNOWN: "yellow",
 }
+
+
+def only_paths(trace: Trace | None) -> bool:
+    """True where the routed experts were not asked for, and nothing has to be said of them."""
+    if trace is None or not trace.paths:
+        return False
+    return not (trace.layers or trace.errors or trace.unresolved)
 
 
 def path_parts(trace: Trace | None) -> Iterator[RenderableType]:
@@ -26,7 +34,7 @@ def path_parts(trace: Trace | None) -> Iterator[RenderableType]:
     yield Text("Other hot paths", style="bold")
     for path in trace.paths:
         yield _heading(path)
-        yield _details(path)
+        yield _details(path, trace.environment_overwritten)
 
 
 def _heading(path: HotPath) -> Text:
@@ -36,17 +44,17 @@ def _heading(path: HotPath) -> Text:
     return line
 
 
-def _details(path: HotPath) -> Table:
+def _details(path: HotPath, overwritten: Overwritten) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in _rows(path):
+    for label, text in _rows(path, overwritten):
         if text:
             grid.add_row(f"    {label}", text)
     return grid
 
 
-def _rows(path: HotPath) -> Iterator[tuple[str, str]]:
+def _rows(path: HotPath, overwritten: Overwritten) -> Iterator[tuple[str, str]]:
     yield "layers", layers_text(path)
     if path.kernel is not None:
         site = path.kernel.call_site
@@ -55,9 +63,16 @@ def _rows(path: HotPath) -> Iterator[tuple[str, str]]:
     if path.decided_at is not None:
         where = path.decided_at
         yield "decided", f"{where.file}:{where.line} {where.function or ''}".rstrip()
-    yield "reads", ", ".join(path.flags_consulted)
+    yield "reads", ", ".join(_flag(name, overwritten) for name in path.flags_consulted)
     yield "detail", path.detail
     yield "why", path.reason
+
+
+def _flag(name: str, overwritten: Overwritten) -> str:
+    """A flag, and what SGLang set it to whatever the user says."""
+    if name not in overwritten:
+        return name
+    return f"{name} (SGLang sets it to {overwritten[name][1]})"
 
 
 def layers_text(path: HotPath) -> str:

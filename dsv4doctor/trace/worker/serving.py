@@ -166,9 +166,24 @@ def prepare_layers(server_args, config):
     from sglang.srt.layers.dp_attention import initialize_dp_attention
 
     call(initialize_dp_attention, server_args=server_args, model_config=config)
+    _size_dp_buffers(resolved(server_args))
     initialize = optional("sglang.srt.distributed.bootstrap", "init_layer_runtime")
     if initialize is not None:
         call(initialize, model_config=config, server_args=server_args)
+
+
+def _size_dp_buffers(view, tokens=8):
+    """Data-parallel attention: what each forward says of its batch, here `tokens` on every rank."""
+    size = optional("sglang.srt.layers.dp_attention", "set_dp_buffer_len")
+    if size is None or not getattr(view, "enable_dp_attention", False):
+        return
+    call(
+        size,
+        global_dp_buffer_len=tokens * view.dp_size,
+        local_dp_buffer_len=tokens,
+        dp_max_padding=True,
+        global_num_tokens=[tokens] * view.dp_size,
+    )
 
 
 def quant_config(config):
