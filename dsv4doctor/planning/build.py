@@ -85,8 +85,8 @@ def ground(ask: Ask, target: Target, is_busy: Callable[[int], bool] | None) -> G
 
 def plan(ask: Ask, on: Ground) -> Plan:
     """The servers, the router and their settings; UsageError where they cannot be had."""
-    if ask.pair:
-        _check_transfer(ask.transfer, on.release)
+    model = _model(on.target)
+    _check(ask, on, model)
     wanted = _wanted(ask, on)
     ports = Allotment(on.is_busy)
     if ask.pair:
@@ -105,12 +105,6 @@ def plan(ask: Ask, on: Ground) -> Plan:
         settings.server(part, side, given, wanted, sized, on.release, on.target.checkpoint)
         for part, side, given, sized in zip(parts, sides, pairs, sizes, strict=True)
     )
-    model = _model(on.target)
-    if not _HOST.fullmatch(ask.host):
-        raise UsageError(f"--host {shown(ask.host)}: no name or address", "e.g. --host 0.0.0.0")
-    _check_lines("MODEL", model)
-    for name, value in ask.variables:
-        _check_lines(f"--env {name}", value)
     variables = tuple(Setting(name, (value,), "given with --env") for name, value in ask.variables)
     variables += settings.thinking_variable(ask.thinking, on.release)
     return Plan(
@@ -170,12 +164,19 @@ def _context(ask: Ask, on: Ground) -> tuple[int, str]:
     return _CONTEXT, "nothing was asked; change it with --context"
 
 
-def _check_transfer(name: str, release: Release) -> None:
-    if release.transfer_backends and name not in release.transfer_backends:
+def _check(ask: Ask, on: Ground, model: str) -> None:
+    """UsageError for what cannot be written, or what this SGLang has not."""
+    backends = on.release.transfer_backends
+    if ask.pair and backends and ask.transfer not in backends:
         raise UsageError(
-            f"--transfer {name}: this SGLang has no such transfer backend",
-            f"it has: {', '.join(release.transfer_backends)}",
+            f"--transfer {shown(ask.transfer)}: this SGLang has no such transfer backend",
+            f"it has: {', '.join(backends)}",
         )
+    if not _HOST.fullmatch(ask.host):
+        raise UsageError(f"--host {shown(ask.host)}: no name or address", "e.g. --host 0.0.0.0")
+    for what, value in (("MODEL", model), *((f"--env {name}", v) for name, v in ask.variables)):
+        if not value.isprintable():  # an environment file has a line for each variable
+            raise UsageError(f"{what}: a value with control characters", "give it without")
 
 
 def _outside(ask: Ask, ports: Allotment, usual: int, what: str) -> int:
@@ -213,12 +214,6 @@ def _size(part: Part, side: Side, wanted: Wanted, on: Ground) -> Size:
     )
 
 
-def _check_lines(what: str, value: str) -> None:
-    """An environment file has a line for each variable."""
-    if not value.isprintable():
-        raise UsageError(f"{what}: a value with control characters", "give it without")
-
-
 def _model(target: Target) -> str:
     """As the servers will be told: a folder of this machine by its whole path."""
     named = target.launch.model or target.checkpoint.path
@@ -243,6 +238,8 @@ def _notes(ask: Ask, on: Ground, servers: Sequence[Server]) -> list[str]:
         found.append("tensor parallelism across NUMA nodes: nothing is bound")
     if ask.pair and len({server.nodes for server in servers}) == 1 and servers[0].nodes:
         found.append("all GPUs are on one NUMA node: both sides share its CPUs and memory")
+    if any(server.bind for server in servers):
+        found.append("numactl has to be installed where the servers start")
     if on.is_busy is None:
         found.append("another machine is planned for: whether its ports are free was not asked")
     if ask.pair and ask.transfer == "nixl":
