@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dsv4doctor.cli_options import FLAGS_KEY, FlagsCommand, Seconds
-from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.terminal import (
     Progress,
     check_writable,
@@ -24,15 +20,12 @@ from dsv4doctor.terminal import (
 )
 
 if TYPE_CHECKING:
-    from dsv4doctor.matrix import FlagSet, Matrix
-    from dsv4doctor.matrix_run import Model, Plan, Release
-    from dsv4doctor.models import Arch, SglangTree
+    from dsv4doctor.matrix import Matrix
+    from dsv4doctor.matrix_run import Plan, Release
     from dsv4doctor.report.matrix import Advice
 
 _FORMATS = ("console", "json", "csv", "markdown", "html")
 _INTERRUPTED = 130
-_INSTALLED = "installed"
-_MODEL_FLAGS = ("--model-path", "--model")
 
 
 @click.command(
@@ -42,6 +35,18 @@ _MODEL_FLAGS = ("--model-path", "--model")
     "wrong usage or unreadable input, 3 a cell could not be determined, 130 interrupted.",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option(
+    "--launch",
+    type=click.Path(dir_okay=False),
+    metavar="FILE[:LINE]",
+    help="Shell script with the SGLang command: its model, flags and variables.",
+)
+@click.option(
+    "--snapshot",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Facts of another machine, from `dsv4doctor snapshot`: its GPU, packages and launch.",
+)
 @click.option(
     "--sglang",
     metavar="LIST",
@@ -116,17 +121,37 @@ def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: An
     \b
     Examples:
       dsv4doctor matrix MODEL --sglang 0.5.14,0.5.23 --arch sm_120,sm_100 -- --tp 4
-      dsv4doctor matrix MODEL --recommend -- --tp 4 --speculative-algorithm EAGLE
+      dsv4doctor matrix --launch serve.sh --recommend
+      dsv4doctor matrix --snapshot box.json --recommend
       dsv4doctor matrix A B --arch all --format html -o matrix.html
       dsv4doctor matrix MODEL --flags-set marlin="--moe-runner-backend marlin" -- --tp 4
     """  # fmt: skip
     if ctx.obj is not None:
         ctx.obj.update(debug=options["debug"], format=options["style"], output=options["output"])
+    from dsv4doctor.matrix_plan import Asked
+    from dsv4doctor.matrix_plan import plan as plan_of
     from dsv4doctor.matrix_run import run
     from dsv4doctor.report.matrix import counted
 
     check_writable(options["output"])
-    plan = _plan(models, ctx.meta.get(FLAGS_KEY, ()), options)
+    asked = Asked(
+        models=models,
+        flags=ctx.meta.get(FLAGS_KEY, ()),
+        launch=options["launch"],
+        snapshot=options["snapshot"],
+        sglang=options["sglang"],
+        arch=options["arch"],
+        flag_sets=options["flag_sets"],
+        recommend=options["recommend"],
+        read_flashinfer=options["read_flashinfer"],
+        python=options["python"],
+        env=options["env"],
+        jobs=options["jobs"],
+        timeout=options["timeout"],
+        use_cache=not options["no_cache"],
+    )
+    with Progress() as progress:
+        plan = plan_of(asked, progress.download)
     say(f"dsv4doctor: {_size(plan)}")
     with _Bar(plan.size) as bar:
         matrix = run(plan, bar)
@@ -136,48 +161,6 @@ def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: An
     ctx.exit(_exit_code(matrix, advice))
 
 
-def _exit_code(matrix: Matrix, advice: Sequence[Advice]) -> int:
-    if matrix.interrupted:
-        return _INTERRUPTED
-    if not all(cell.traced for cell in matrix.cells):
-        return 3
-    return int(any(not one.choices for one in advice))
-
-
-# ------------------------------------------------------------------------------ what is asked
-
-
-def _plan(models: Sequence[str], flags: tuple[str, ...], options: dict[str, Any]) -> Plan:
-    from dsv4doctor.facts.stack import read_stack
-    from dsv4doctor.matrix_run import Plan, cores
-
-    if not models:
-        raise UsageError(
-            "no MODEL given", "give checkpoint folders or Hugging Face ids: dsv4doctor matrix MODEL"
-        )
-    archs = _archs(options["arch"])
-    given = _pairs(options["env"])
-    found = _models(models, {**os.environ, **given})
-    formats = [layer.stored_format for model in found for layer in model.checkpoint.layers]
-    sets = _flag_sets(flags, options["flag_sets"], formats, options["recommend"])
-    interpreter = Path(os.path.expanduser(options["python"] or sys.executable))
-    stack, own = read_stack(interpreter, {**os.environ, **given})
-    return Plan(
-        releases=_releases(options["sglang"], own, interpreter),
-        archs=archs,
-        models=found,
-        flag_sets=sets,
-        interpreter=Path(stack.interpreter),
-        stack=stack,
-        environment=dict(os.environ),
-        given=given,
-        jobs=options["jobs"] or cores(),
-        timeout=options["timeout"],
-        use_cache=not options["no_cache"],
-        read_flashinfer=options["read_flashinfer"],
-    )
-
-
 def _size(plan: Plan) -> str:
     releases = ", ".join(release.name for release in plan.releases)
     archs = ", ".join(arch.name for arch in plan.archs)
@@ -185,143 +168,12 @@ def _size(plan: Plan) -> str:
     return f"{plan.size} cells: SGLang {releases}; {archs}; {count}"
 
 
-def _archs(text: str) -> tuple[Arch, ...]:
-    from dsv4doctor.facts.gpu import read_gpus
-    from dsv4doctor.models import ARCHS
-
-    if text == "all":
-        return tuple(ARCHS.values())
-    if text == "auto":
-        gpus = read_gpus()
-        if gpus.gpus:
-            return tuple(dict.fromkeys(gpu.arch for gpu in gpus.gpus))
-        reason = f" ({gpus.unavailable})" if gpus.unavailable else ""
-        raise UsageError(
-            f"no GPU on this machine{reason}",
-            f"say which ones are meant: --arch {','.join(ARCHS)} or --arch all",
-        )
-    names = _listed(text, "--arch")
-    unknown = [name for name in names if name not in ARCHS]
-    if unknown:
-        raise UsageError(f"--arch {unknown[0]}: not known", f"known: {', '.join(ARCHS)}")
-    return tuple(ARCHS[name] for name in names)
-
-
-def _listed(text: str, flag: str) -> list[str]:
-    names = list(dict.fromkeys(piece.strip() for piece in text.split(",") if piece.strip()))
-    if not names:
-        raise UsageError(f"{flag}: nothing in the list", f"write it like {flag} one,other")
-    return names
-
-
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for said in texts:
-        name, equals, value = said.partition("=")
-        if not equals or not name.isidentifier() or "\0" in value:
-            raise UsageError(
-                f"--env {name.split()[0] if name.split() else ''}...: not KEY=VALUE",
-                "write it like --env SGLANG_X=1",
-            )
-        found[name] = value
-    return found
-
-
-def _models(named: Sequence[str], environment: dict[str, str]) -> tuple[Model, ...]:
-    from dsv4doctor.facts.checkpoint import read_checkpoint, resolve_model
-    from dsv4doctor.matrix_run import Model
-    from dsv4doctor.wheels import default_cache
-
-    found: list[Model] = []
-    for name in dict.fromkeys(named):
-        path = resolve_model(name, environment)
-        checkpoint = read_checkpoint(path, default_cache() / "checkpoints")
-        taken = any(model.name == checkpoint.name for model in found)
-        found.append(Model(name if taken else checkpoint.name, path, checkpoint, name))
-    return tuple(found)
-
-
-def _releases(text: str | None, own: SglangTree | None, interpreter: Path) -> tuple[Release, ...]:
-    """The trees to trace; one that cannot be fetched is there with the reason.
-
-    `own` is the interpreter's.
-    """
-    from dsv4doctor.matrix_run import Release
-    from dsv4doctor.target import Options, resolve_tree
-
-    if text is None:
-        names = [*([_INSTALLED] if own else []), *_cached(needed=own is None)]
-    else:
-        names = _listed(text, "--sglang")
-    if own is None and _INSTALLED in names:
-        raise UsageError(
-            f"{interpreter}: no SGLang in this interpreter",
-            "give the serving environment's with --python",
-        )
-    found: list[Release] = []
-    with Progress() as progress:
-        for name in names:
-            try:
-                chosen = own if name == _INSTALLED else None
-                tree = chosen or resolve_tree(Options(sglang=name), progress.download)
-                taken = any(release.name == tree.version for release in found)
-                found.append(Release(name if taken else tree.version, tree))
-            except UndeterminedError as error:
-                found.append(Release(name, None, error))
-    return tuple(found)
-
-
-def _cached(needed: bool) -> list[str]:
-    """The releases in the cache, the oldest first; UsageError when there is none and one is
-    `needed`."""
-    from packaging.version import InvalidVersion, Version
-
-    from dsv4doctor.wheels import default_cache
-
-    found: list[tuple[Version, str]] = []
-    folder = default_cache() / "sglang"
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
-            found.append((Version(entry.name), entry.name))
-        except InvalidVersion:
-            continue  # what a fetch has not finished
-    if needed and not found:
-        raise UsageError(
-            "no SGLang release in the cache", "name some: --sglang 0.5.14,0.5.23 (they are fetched)"
-        )
-    return [name for _, name in sorted(found)]
-
-
-def _flag_sets(
-    flags: tuple[str, ...], named: Sequence[str], formats: Sequence[Any], recommend: bool
-) -> tuple[FlagSet, ...]:
-    from dsv4doctor.matrix import FlagSet, flag_sets_to_try
-
-    found: dict[str, tuple[str, ...]] = {}
-    for said in named:
-        name, equals, text = said.partition("=")
-        if not equals or not name.strip() or name in found:
-            what = "given twice" if name in found else "not NAME=FLAGS"
-            raise UsageError(
-                f"--flags-set {name[:40]}: {what}",
-                'write it like --flags-set marlin="--moe-runner-backend marlin"',
-            )
-        try:
-            found[name.strip()] = (*flags, *shlex.split(text))
-        except ValueError as error:
-            raise UsageError(
-                f"--flags-set {name[:40]}: {error}", "close the quotes as in a shell"
-            ) from error
-    for flag in [*flags, *(flag for one in found.values() for flag in one)]:
-        if flag.partition("=")[0] in _MODEL_FLAGS:
-            raise UsageError(
-                f"{flag.partition('=')[0]} among SGLang's flags", "the model is matrix's own MODEL"
-            )
-    if found:
-        return tuple(FlagSet(name, one) for name, one in found.items())
-    if recommend:
-        return flag_sets_to_try(flags, formats)
-    return (FlagSet("as given", flags),)
+def _exit_code(matrix: Matrix, advice: Sequence[Advice]) -> int:
+    if matrix.interrupted:
+        return _INTERRUPTED
+    if not all(cell.traced for cell in matrix.cells):
+        return 3
+    return int(any(not one.choices for one in advice))
 
 
 # ------------------------------------------------------------------------------ what is said

@@ -17,7 +17,7 @@ from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.wheel import of_release
 from dsv4doctor.facts.callsite import call_texts
 from dsv4doctor.matrix import Cell, FlagSet, Key, Matrix, cell
-from dsv4doctor.models import Arch, Checkpoint, Launch, SglangTree, Stack, Trace
+from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Stack, Trace
 from dsv4doctor.trace.session import TraceRequest, trace_launches
 from dsv4doctor.wheels import default_cache
 
@@ -57,6 +57,9 @@ class Plan:
     """The machine's variables."""
     given: dict[str, str] = field(default_factory=dict)
     """The launch's own."""
+    gpu: Gpu | None = None
+    """The GPU to simulate where it has the cell's architecture; else a typical one."""
+    gpu_count: int | None = None
     jobs: int = 1
     timeout: float = 300.0
     use_cache: bool = True
@@ -195,6 +198,7 @@ class _Work:
         self, task: _Task, tree: SglangTree, launches: Sequence[tuple[Model, FlagSet]]
     ) -> list[Trace | DoctorError]:
         plan = self.plan
+        gpu = plan.gpu if plan.gpu is not None and plan.gpu.arch == task.arch else None
         requests = [
             TraceRequest(
                 tree=tree,
@@ -204,6 +208,8 @@ class _Work:
                 model_path=model.path,
                 launch=Launch("command line", None, plan.given, str(model.path), flag_set.flags),
                 environment=plan.environment,
+                gpu=gpu,
+                gpu_count=plan.gpu_count if gpu is not None else None,
             )
             for model, flag_set in launches
         ]

@@ -1,6 +1,7 @@
 """The architectures in native libraries: real ones with known targets, and damaged ones."""
 
 import lzma
+import os
 import re
 import struct
 import subprocess
@@ -98,7 +99,9 @@ def test_no_library(content: bytes, problem: str, tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in str(read_library(tmp_path / "gone.so").problem)
-    assert "Is a directory" in str(read_library(tmp_path).problem)
+    assert read_library(tmp_path).problem == "not a regular file"
+    os.mkfifo(tmp_path / "pipe.so")
+    assert read_library(tmp_path / "pipe.so").problem == "not a regular file"
 
 
 def test_truncated_library_says_so(tmp_path: Path) -> None:

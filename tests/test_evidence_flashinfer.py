@@ -1,6 +1,7 @@
 """FlashInfer's own declarations, read in real wheels, and verdicts that stand on them."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from dsv4doctor.errors import UndeterminedError
 from dsv4doctor.evidence import cuda_source, manifest
 from dsv4doctor.evidence.flashinfer import read_declarations
+from dsv4doctor.evidence.gather import gather
 from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.judgement import of_kernel
 from dsv4doctor.evidence.wheel import of_release
@@ -206,6 +208,24 @@ def test_prebuilt_kernels_that_are_installed_settle_it(tmp_path: Path) -> None:
 def test_an_artifact_is_not_looked_for_elsewhere(path: str, tmp_path: Path) -> None:
     (tmp_path / "checksums.txt").write_text(_LISTED)
     assert manifest.manifest(tmp_path / "x" / "y", path) is None
+
+
+def test_pipes_and_links_in_circles_are_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "flashinfer"
+    (folder / "data" / "csrc").mkdir(parents=True)
+    for name in ("__init__.py", "gemm.py", "artifacts.py"):
+        os.mkfifo(folder / name)
+    (folder / "jit").symlink_to(folder)
+    (tmp_path / "sgl_kernel").mkdir()
+    os.mkfifo(tmp_path / "sgl_kernel" / "ops.so")
+    (tmp_path / "sgl_kernel" / "again").symlink_to(tmp_path / "sgl_kernel")
+    folders = {name: str(tmp_path / name) for name in ("flashinfer", "flashinfer_cubin")}
+    found = gather({**folders, "sgl_kernel": str(tmp_path / "sgl_kernel")}, {}, tmp_path / "cache")
+    assert found.declarations == ()
+    assert found.flashinfer_problem == "its sources say nothing of the GPUs they are for"
+    assert [(one.path, one.problem) for one in found.libraries] == [
+        ("sgl_kernel/ops.so", "not a regular file")
+    ]
 
 
 def test_launcher_and_cubins_in_a_source() -> None:

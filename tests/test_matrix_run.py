@@ -17,9 +17,22 @@ from dsv4doctor import matrix_run
 from dsv4doctor.cli import run as command
 from dsv4doctor.errors import DoctorError, UndeterminedError
 from dsv4doctor.facts.checkpoint import read_checkpoint
+from dsv4doctor.facts.snapshot import take, text_of
 from dsv4doctor.matrix import FlagSet
+from dsv4doctor.matrix_plan import Asked
+from dsv4doctor.matrix_plan import plan as make_plan
 from dsv4doctor.matrix_run import Model, Plan, Release
-from dsv4doctor.models import ARCHS, SglangTree, Trace, Verdict
+from dsv4doctor.models import (
+    ARCHS,
+    Gpu,
+    GpuFacts,
+    KernelEvidence,
+    Launch,
+    SglangTree,
+    Stack,
+    Trace,
+    Verdict,
+)
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM
 from dsv4doctor.trace.session import TraceRequest
 
@@ -202,6 +215,8 @@ def test_interrupted_command_prints_the_table_and_leaves_no_worker(
     ("arguments", "said"),
     [
         (["--arch", "sm_120"], "no MODEL given"),
+        (["--launch", "/nowhere.sh", "--arch", "all"], "/nowhere.sh"),
+        (["--snapshot", "/nowhere.json"], "/nowhere.json"),
         (["MODEL", "--arch", "sm_75"], "--arch sm_75: not known"),
         (["MODEL", "--arch", ","], "--arch: nothing in the list"),
         (["MODEL", "--arch", "all", "--env", "x"], "--env x...: not KEY=VALUE"),
@@ -241,3 +256,73 @@ def test_bad_input_is_one_line_and_exit_code_2(
     lines = capfd.readouterr().err.strip().splitlines()
     assert said in lines[-1]
     assert len(lines) == 1
+
+
+# ------------------------------------------------------------------------- a launch there is
+
+
+def _script(folder: Path, model: Path) -> Path:
+    path = folder / "serve.sh"
+    path.write_text(
+        f"export SGLANG_X=1\npython -m sglang.launch_server --model-path {model} --tp 4\n"
+    )
+    return path
+
+
+@pytest.fixture
+def small_tree(tmp_path: Path) -> Path:
+    """A folder that reads as an SGLang with DeepSeek-V4."""
+    package = tmp_path / "tree" / "sglang"
+    (package / "srt" / "models").mkdir(parents=True)
+    for name in ("__init__.py", "srt/__init__.py", "srt/models/deepseek_v4.py"):
+        (package / name).touch()
+    (package / "version.py").write_text('__version__ = "9.9.9"\n')
+    return package.parent
+
+
+def test_a_script_gives_model_flags_and_variables(
+    checkpoint: Checkpoints, small_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path / "cache"))
+    model = checkpoint(_HYBRID, experts=1)
+    asked = Asked(
+        launch=str(_script(tmp_path, model)),
+        sglang=str(small_tree),
+        arch="sm_120,sm_90",
+        flag_sets=("more=--dp 2",),
+        env=("SGLANG_Y=2",),
+        jobs=1,
+    )
+    made = make_plan(asked)
+    assert [release.name for release in made.releases] == ["9.9.9"]
+    assert [arch.name for arch in made.archs] == ["sm_120", "sm_90"]
+    assert made.models[0].given == str(model)
+    assert made.flag_sets == (FlagSet("more", ("--tp", "4", "--dp", "2")),)
+    assert made.given == {"SGLANG_X": "1", "SGLANG_Y": "2"}
+
+
+def test_a_snapshot_gives_the_gpu_the_packages_and_the_launch(
+    checkpoint: Checkpoints, small_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path / "cache"))
+    model = checkpoint(_HYBRID, experts=1)
+    gpu = Gpu(0, "NVIDIA GB10", ARCHS["sm_121"], 119 << 30)
+    evidence = KernelEvidence("0.7.2")
+    saved = take(
+        gpu=GpuFacts((gpu,)),
+        sglang=SglangTree("/elsewhere", "9.9.9", "installed"),
+        stack=Stack("python", "3.12", (), evidence),
+        checkpoint=read_checkpoint(model),
+        launch=Launch("serve.sh", 3, {}, "org/model", ("--tp", "8")),
+        environment={},
+    )
+    box = tmp_path / "box.json"
+    box.write_text(text_of(saved))
+    made = make_plan(Asked(snapshot=str(box), sglang=str(small_tree), recommend=True))
+    assert made.archs == (ARCHS["sm_121"],)
+    assert made.gpu == gpu
+    assert made.stack is not None
+    assert made.stack.evidence == evidence
+    assert made.models[0].given == "org/model"
+    assert made.flag_sets[0] == FlagSet("as given", ("--tp", "8"))
+    assert len(made.flag_sets) > 3

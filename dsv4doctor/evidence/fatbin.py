@@ -8,8 +8,8 @@ compressed.  The layout was checked against cuobjdump on libraries built with kn
 from __future__ import annotations
 
 import mmap
-import os
 import re
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +32,16 @@ _MAX_ENTRIES = 1_000_000
 def read_library(path: Path) -> NativeLibrary:
     """What `path` holds for GPUs; an unreadable or damaged file says so in `problem`."""
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return NativeLibrary(str(path), problem="empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
-                return library_in(image, str(path))
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            return NativeLibrary(str(path), problem="not a regular file")
+        if status.st_size == 0:
+            return NativeLibrary(str(path), problem="empty")
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image,
+        ):
+            return library_in(image, str(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return NativeLibrary(str(path), problem=f"cannot be read ({reason})")

@@ -197,7 +197,7 @@ class _Reader:
         if name not in self.texts:
             path = self.package.root / "data" / "csrc" / name
             try:
-                small = path.stat().st_size <= _MAX_SOURCE_BYTES
+                small = path.is_file() and path.stat().st_size <= _MAX_SOURCE_BYTES
                 self.texts[name] = path.read_text("utf-8", "replace") if small else ""
             except OSError:
                 self.texts[name] = ""

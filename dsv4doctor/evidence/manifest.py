@@ -16,7 +16,8 @@ def artifact_paths(flashinfer: Path) -> dict[str, str]:
     """Name of an artifact, e.g. "TRTLLM_GEN_BMM" -> its folder below the cubins, as FlashInfer's
     own `artifacts.py` has them; empty when that cannot be read."""
     try:
-        tree = ast.parse((flashinfer / "artifacts.py").read_bytes())
+        path = flashinfer / "artifacts.py"
+        tree = ast.parse(path.read_bytes() if path.is_file() else b"")
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
     found: dict[str, str] = {}
@@ -36,7 +37,7 @@ def manifest(cubins: Path, artifact: str) -> Path | None:
         return None
     path = cubins / artifact / _FILE
     try:
-        return path if path.stat().st_size <= _MAX_BYTES else None
+        return path if path.is_file() and path.stat().st_size <= _MAX_BYTES else None
     except OSError:
         return None
 
