@@ -192,3 +192,14 @@ def test_trace_goes_on_to_the_very_launch(
     evidence = document["matches"][0]["evidence"]
     assert evidence[0]["file"].endswith("mxfp4_flashinfer_trtllm_moe.py")
     assert "Shuffling FP4 expert weights" in evidence[0]["source"]
+
+
+def test_a_command_is_one_line_on_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    log = tmp_path / "server.log"
+    log.write_text("RuntimeError: No supported CUDA architectures found for major versions [12].\n")
+    assert run(["diagnose", str(log)]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "export CUDA_HOME=/usr/local/cuda-13.0 PATH=/usr/local/cuda-13.0/bin:$PATH" in lines

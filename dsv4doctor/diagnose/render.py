@@ -21,6 +21,8 @@ SCHEMA = "dsv4doctor-diagnosis-1"
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _OUTCOMES = {0: "clean", 1: "cause", 3: "unexplained"}
 _SHOWN_ERRORS = 10
+_COMMAND = "command"
+"""The style of a row that is a command."""
 
 
 def outcome(diagnosis: Diagnosis) -> str:
@@ -53,7 +55,10 @@ def console(diagnosis: Diagnosis, tree: SglangTree | None, width: int, color: bo
     )
     for style, indent, text in _console_lines(diagnosis, tree):
         space = " " * indent
-        for line in textwrap.wrap(text, max(width - indent, 30), break_on_hyphens=False) or [""]:
+        lines = textwrap.wrap(text, max(width - indent, 30), break_on_hyphens=False) or [""]
+        if style == _COMMAND:  # it has to be whole when it is copied
+            lines, style = [text], ""
+        for line in lines:
             out.print(Text(space + line, style=style), soft_wrap=True)
     assert isinstance(out.file, StringIO)
     return out.file.getvalue()
@@ -137,7 +142,7 @@ def _cause_lines(number: int, cause: RankedCause, is_first: bool) -> Iterator[_R
         yield "", 6, f"against: {'; '.join(cause.seen_against)}"
     yield "green" if is_first else "", 6, f"fix: {cause.remedy}"
     for command in cause.commands:
-        yield "", 10, f"$ {command}"
+        yield _COMMAND, 10, command
 
 
 def _evidence(item: Evidence) -> str:
