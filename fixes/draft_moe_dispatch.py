@@ -112,7 +112,7 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
 
 _WORDS = {
     "cutlass": "FlashInfer's CUTLASS method",
-    "marlin": "the Marlin method",
+    "marlin": "the Marlin method (dsv4doctor's under expert parallelism)",
     "triton": "dsv4doctor's Triton method",
 }
 

@@ -2,16 +2,19 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dsv4doctor import fixes
 from dsv4doctor.fixes import edit
 from dsv4doctor.models import (
+    ARCHS,
     ArgChange,
     Facts,
     HotPath,
     Kernel,
+    Layer,
     Location,
     Role,
     SglangError,
@@ -28,6 +31,8 @@ from dsv4doctor.rules.samples import (
     facts,
     scene,
 )
+from dsv4doctor.trace.worker import ourselves
+from dsv4doctor.verdicts import judge
 
 BY_ID = {fix.id: fix for fix in fixes.ALL}
 AUTO = ArgChange("moe_runner_backend", "auto", "flashinfer_trtllm_routed", Location("hook.py", 1))
@@ -192,6 +197,32 @@ def test_without_dsv4doctor_the_patched_line_says_what_to_run(
         exec(edit.from_ours("FIX101", "gone", "name"), {})
     assert "\n" not in str(caught.value)
     assert "dsv4doctor fix --revert" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "method", "kernel"),
+    [
+        (DRAFT_CUTLASS, "Dsv4DoctorMxfp4MoEMethod", "moe_mxfp4"),
+        (MAIN_TRTLLM[0], "Dsv4DoctorModelOptNvFp4MoEMethod", "moe_nvfp4"),
+    ],
+)
+def test_our_experts_run_on_condition(layer: Layer, method: str, kernel: str) -> None:
+    """A trace asks for no stamp, and its verdict says what the serving machine needs."""
+    symbol = Kernel("triton:dsv4doctor.kernels.grouped_gemm._product_kernel", None)
+    ours = replace(layer, quant_method=method, kernel=symbol, error=None)
+    judged = judge(ours, ARCHS["sm_120"])
+    assert judged.verdict is Verdict.RUNS
+    assert f"kernels verify --only {kernel}" in judged.reason
+    assert judge(ours, ARCHS["sm_100"]).verdict is Verdict.FAILS
+
+
+def test_a_borrowed_environment_is_lent_dsv4doctor_and_nothing_else(tmp_path: Path) -> None:
+    finder = ourselves.Finder(str(tmp_path))
+    spec = finder.find_spec("dsv4doctor")
+    assert spec.origin == str(tmp_path / "__init__.py")
+    assert spec.submodule_search_locations == [str(tmp_path)]
+    assert finder.find_spec("dsv4doctor.kernels") is None
+    assert finder.find_spec("torch") is None
 
 
 def test_line_endings_and_odd_indentation_are_kept() -> None:
