@@ -96,7 +96,8 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
     sites = (_HC, _BMM) if _float32_indexer(sources) else (_HC,)
     both = "mHC's pre mixing and the torch indexer's product run"
     what = both if _BMM in sites else "mHC's pre mixing runs"
-    return shared.plan(sources, choice, ID, sites, f"On sm_12x {what} on bf16 tensor cores.")
+    summary = f"On sm_12x {what} on bf16 tensor cores." + edit.stamp_sentence("dense_glue", False)
+    return shared.plan(sources, choice, ID, sites, summary)
 
 
 def _float32_indexer(sources: Sources) -> bool:

@@ -105,6 +105,7 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
         summary=(
             f"On sm_90 and sm_12x the draft's MXFP4 experts get {_WORDS[target]} instead of "
             f"{SM100_METHOD}, and follow --speculative-moe-runner-backend."
+            + (edit.stamp_sentence("moe_mxfp4", True) if target == "triton" else "")
         ),
         target=target,
     )

@@ -248,6 +248,14 @@ except ImportError as error:
 """
 
 
+def stamp_sentence(operation: str, required: bool) -> str:
+    """What a summary ends with where our kernel has to be verified on the serving machine."""
+    command = f"`dsv4doctor kernels verify --only {operation}`"
+    if required:
+        return f" It serves after {command} on the serving machine."
+    return f" Until {command} on the serving machine SGLang's own path stays in use."
+
+
 # ------------------------------------------------------------------------ outcomes
 
 

@@ -33,7 +33,7 @@ class Change:
     at: tuple[Location, ...]
     """The lines of the old text that decide and are changed."""
     summary: str
-    """What changes, in one sentence."""
+    """What changes, in one sentence; and what it takes on the serving machine, in another."""
     target: str | None = None
     """What the layers get, e.g. "triton"; None: the fix is not about a layer's method."""
 

@@ -106,6 +106,7 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
             f'On sm_12x "auto" becomes {_BACKENDS[target]} for NVFP4 experts instead of {ROUTED}'
             + (
                 ", which a hybrid checkpoint answers with dsv4doctor's Triton method."
+                + edit.stamp_sentence("moe_nvfp4", True)
                 if target == "triton"
                 else "."
             )

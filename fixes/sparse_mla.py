@@ -49,11 +49,14 @@ _SITE = shared.Site(
 )
 
 
+_SUMMARY = (
+    "Sparse MLA that would go to SGLang's Triton kernel goes to dsv4doctor's."
+    + edit.stamp_sentence("sparse_mla_decode", False)
+)
+
+
 def plan(sources: Sources, choice: Choice) -> Outcome:
-    return shared.plan(
-        sources, choice, ID, (_SITE,),
-        "Sparse MLA that would go to SGLang's Triton kernel goes to dsv4doctor's.",
-    )  # fmt: skip
+    return shared.plan(sources, choice, ID, (_SITE,), _SUMMARY)
 
 
 def needed(facts: Facts) -> str | None:
