@@ -18,6 +18,7 @@ from dsv4doctor.shell.scope import (
     is_name,
     merged,
     plain,
+    reason,
     text_of,
 )
 from dsv4doctor.shell.words import Kind, Part, Word, parse_word
@@ -226,6 +227,9 @@ class _Expansion:
             chosen = value
         else:
             at = int(index[:6]) if index else 0
+            why = reason(value[:at])
+            if why:
+                return [self.cannot_know(f"${{{_short(part.text)}}}", why)]
             chosen = value[at : at + 1] or plain("")
         pieces: _Pieces = []
         for one in chosen:

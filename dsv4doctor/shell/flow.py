@@ -133,8 +133,16 @@ class Flow:
             self.open(block)
         elif keyword == "arm" and block.kind == "case":
             falls, block.falls = block.falls and block.active, False
+            if falls and not block.is_open:
+                return  # it runs right after the one before
+            result = None if falls else self.covers(block, command)
+            if falls and block.is_open:
+                why = f"line {block.line}: cannot know {block.what}"
+                arm = self.scope.close_arm()
+                block.arms.append({name: unknown(name, why) for name in arm})
+                block.is_open = False
             self.next_arm(block)
-            self.arm(block, None if falls else self.covers(block, command), command.line)
+            self.arm(block, result, command.line)
         elif keyword == "fall":
             block.falls = True
 

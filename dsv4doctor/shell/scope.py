@@ -53,6 +53,14 @@ def unknown(name: str, why: str) -> Value:
     return ((Segment(f"${name}", why),),)
 
 
+def reason(elements: Iterable[Element]) -> str:
+    """Why it cannot be known how many arguments these are; empty: it can.
+
+    Without quotes an unknown value is any number of them.
+    """
+    return next((part.why for one in elements for part in one if part.why), "")
+
+
 def text_of(element: Element) -> str | None:
     """None: not known."""
     return None if any(part.why for part in element) else "".join(part.text for part in element)
@@ -105,11 +113,16 @@ class Scope:
     def argument(self, name: str) -> Value | None:
         """The value of `$1`, `$@`, `$#` in a function; None: it is not given."""
         given = self.arguments or ()
-        if name == "#":
-            return plain(str(len(given)))
         if name in ("@", "*"):
             return given
-        return given[int(name) - 1 :][:1] or None if name != "0" and len(name) < 6 else None
+        if name == "#":
+            why = reason(given)
+            return unknown(name, why) if why else plain(str(len(given)))
+        at = int(name) - 1 if len(name) < 6 else len(given)
+        if at < 0:
+            return None
+        why = reason(given[:at])
+        return unknown(name, why) if why else given[at : at + 1] or None
 
     def set(self, name: str, value: Value | None) -> None:
         if self.journals:

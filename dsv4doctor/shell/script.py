@@ -11,7 +11,18 @@ from pathlib import Path
 from dsv4doctor.errors import UsageError
 from dsv4doctor.shell import expand
 from dsv4doctor.shell.flow import Flow, Way
-from dsv4doctor.shell.scope import Element, Field, Scope, Segment, Value, merged, plain, text_of
+from dsv4doctor.shell.scope import (
+    Element,
+    Field,
+    Scope,
+    Segment,
+    Value,
+    merged,
+    plain,
+    reason,
+    text_of,
+    unknown,
+)
 from dsv4doctor.shell.syntax import Command, parse
 from dsv4doctor.shell.words import Assignment, Kind, Part, Word
 
@@ -187,7 +198,10 @@ class Shell:
         if self.scope.arguments is not None:
             said = fields[0].text if fields else "1"
             count = int(said) if said.isdecimal() and len(said) < 6 else 0
-            self.scope.arguments = self.scope.arguments[count:]
+            why = reason(self.scope.arguments[:count])
+            rest = self.scope.arguments[count:]
+            marked = tuple((Segment("".join(part.text for part in one), why),) for one in rest)
+            self.scope.arguments = marked or unknown("@", why) if why else rest
 
     def assign(self, item: Assignment) -> None:
         before = (self.scope.lookup(item.name) or ()) if item.append else ()
