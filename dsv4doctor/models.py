@@ -277,6 +277,9 @@ class Declaration:
     """Of kind "jit": what it compiles only launches prebuilt kernels, so it proves nothing."""
     refusal: str | None = None
     """The error on a GPU that is not admitted; {sm} is that GPU's number."""
+    by_backend: bool = False
+    """The function has several backends, and which one is called decides: it is a no where none
+    of them admits the GPU, and never a yes."""
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,22 @@ def test_pipes_and_links_in_circles_are_not_waited_for(tmp_path: Path) -> None:
     ]
 
 
+def test_several_backends_are_a_no_together_and_never_a_yes(tmp_path: Path) -> None:
+    """FlashInfer 0.6.12's mm_fp4: sm_120 has backends, and trtllm is none of them."""
+    root = _package(
+        tmp_path, init="", gemm="from .core import checked, chosen\n", jit=_JIT,
+        core=_CORE + "def chosen(x, backend): return gen_module().run(x)\n",
+    )  # fmt: skip
+    evidence = KernelEvidence("0.6.12", None, read_declarations(root))
+
+    def exists(name: str) -> list[bool | None]:
+        found = [of_kernel(f"flashinfer.gemm.{name}", arch, evidence) for arch in ARCHS.values()]
+        return [one.exists if one else None for one in found]
+
+    assert exists("checked") == [False, False, False, None, None]
+    assert exists("chosen") == [None] * 5
+
+
 def test_launcher_and_cubins_in_a_source() -> None:
     text = (
         "TVM_FFI_ICHECK_EQ(major, 10) << 1;\n"

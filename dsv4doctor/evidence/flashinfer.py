@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4doctor.evidence import cuda_source, manifest
@@ -75,8 +75,11 @@ class _Reader:
         function = self.package.function(symbol)
         if function is None:
             return
-        yield from self._decorated(symbol, function)
-        for getter in self.package.called(function):
+        by_backend = _has_backends(function)
+        for one in self._decorated(symbol, function):
+            yield replace(one, by_backend=by_backend)
+        # A backend may compile nothing: what others compile for is then no no either.
+        for getter in () if by_backend else self.package.called(function):
             if _GETTER.fullmatch(getter.node.name):
                 yield from self._jit(symbol, getter)
 
@@ -202,6 +205,17 @@ class _Reader:
             except OSError:
                 self.texts[name] = ""
         return self.texts[name]
+
+
+def _has_backends(function: Function) -> bool:
+    arguments = function.node.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    decorated = (
+        _name(node.func) == _BACKENDS
+        for node in function.node.decorator_list
+        if isinstance(node, ast.Call)
+    )
+    return any(argument.arg == "backend" for argument in named) or any(decorated)
 
 
 def _capabilities(decorator: ast.Call, function: Function) -> list[str] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dsv4doctor import __version__
+from dsv4doctor.evidence import reader_key
 from dsv4doctor.evidence.fatbin import read_library
 from dsv4doctor.evidence.flashinfer import MODULES, read_declarations
 from dsv4doctor.facts.cache import load_entry, save_entry
@@ -116,5 +116,5 @@ def _libraries(folder: Path, cache: Path | None) -> Iterator[NativeLibrary]:
 def _entry(cache: Path | None, kind: str, *states: str) -> Path | None:
     if cache is None:
         return None
-    digest = hashlib.sha256("\n".join((__version__, kind, *states)).encode("utf-8", "replace"))
+    digest = hashlib.sha256("\n".join((reader_key(), kind, *states)).encode("utf-8", "replace"))
     return cache / "evidence" / f"{kind}-{digest.hexdigest()[:32]}.json"

@@ -76,7 +76,8 @@ def _flashinfer(symbol: str, arch: Arch, evidence: KernelEvidence) -> Judgement 
         return Judgement(
             False, f"{version} {_says(first)} ({_at(first)})", refusal(symbol, arch, evidence)
         )
-    proofs = [one for one in others if one.kind in ("cubins", "manifest", "decorator")]
+    kinds = ("cubins", "manifest", "decorator")
+    proofs = [one for one in others if one.kind in kinds and not one.by_backend]
     if jit and all(admits(one.admits, arch) and not one.prebuilt for one in jit):
         proofs += jit
     if any(one.prebuilt for one in jit):

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
-from dsv4doctor import __version__
 from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.evidence import reader_key
 from dsv4doctor.evidence.flashinfer import read_declarations
 from dsv4doctor.facts.cache import load_entry, save_entry
 from dsv4doctor.models import KernelEvidence
@@ -35,7 +35,7 @@ def of_release(version: str, cache: Path, python: str = sys.executable) -> Kerne
         name = str(Version(version))
     except InvalidVersion as error:
         raise UndeterminedError(f"FlashInfer {version}: not a version") from error
-    entry = cache / "evidence" / f"flashinfer-{name}-{__version__}.json"
+    entry = cache / "evidence" / f"flashinfer-{name}-{reader_key()}.json"
     known = load_entry(entry, KernelEvidence)
     if known is not None:
         return known
