@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from patching_trees import (
     QUANT,
     RELEASES,
     TWO,
+    Recorded,
     adds,
     contents,
     insisting,
@@ -28,7 +29,7 @@ from patching_trees import (
 from dsv4doctor.errors import PatchRefusedError, UndeterminedError, UsageError
 from dsv4doctor.fixes import ALL
 from dsv4doctor.fixes.fix import Absent, Fix, Refused
-from dsv4doctor.models import SglangTree
+from dsv4doctor.models import Facts, SglangTree
 from dsv4doctor.patching import restore, work
 from dsv4doctor.patching.plan import Status
 from dsv4doctor.patching.render import as_diff
@@ -175,7 +176,7 @@ def test_a_fix_that_is_written_otherwise_now_is_renewed(tree: SglangTree, state:
 def test_a_fix_that_this_version_does_not_know_is_not_lost(tree: SglangTree, state: Path) -> None:
     work.apply(job(tree, state))
     patched = contents(Path(tree.root))
-    with pytest.raises(PatchRefusedError, match="FIX901 is in"):
+    with pytest.raises(PatchRefusedError, match="FIX901 is in, and would be lost"):
         work.apply(job(tree, state, (TWO,)))
     assert contents(Path(tree.root)) == patched
 
@@ -191,8 +192,8 @@ def test_a_release_in_our_own_cache_is_left_alone(sglang_tree: Tree, state: Path
 
 @pytest.mark.wheels
 def test_a_file_changed_while_the_launch_was_traced(tree: SglangTree, state: Path) -> None:
-    class Slow(type(job(tree, state))):  # type: ignore[misc]
-        def facts(self, tree: SglangTree, files: object = ()) -> object:
+    class Slow(Recorded):
+        def facts(self, tree: SglangTree, files: Iterable[str] = ()) -> Facts:
             (Path(tree.root) / FP8).write_text("# somebody else\n")
             return FACTS
 
@@ -389,6 +390,25 @@ def test_what_was_left_unproved_is_proved_or_taken_out(tree: SglangTree, state: 
     outcome = work.apply(job(tree, state, (ONE, doubting), only=("FIX902",)))
     assert outcome.said == "taken back, the tree is without any fix: the proof failed"
     assert contents(Path(tree.root)) == before
+
+
+@pytest.mark.wheels
+def test_a_renewed_fix_is_held_against_the_tree_without_it(tree: SglangTree, state: Path) -> None:
+    original = (Path(tree.root) / QUANT).read_bytes()
+    traced: list[tuple[bool, bytes]] = []
+
+    class Watched(Recorded):
+        def facts(self, tree: SglangTree, files: Iterable[str] = ()) -> Facts:
+            content = (Path(tree.root) / QUANT).read_bytes()
+            traced.append((tree.root == self.tree.root, content))
+            return FACTS
+
+    work.apply(job(tree, state, (ONE,)))
+    work.apply(Watched(**vars(job(tree, state, (ONE,), kernel="marlin"))))
+    plan, before, after = traced
+    assert plan == (True, b"# FIX901: auto\n" + original)
+    assert before == (False, original)
+    assert after == (True, b"# FIX901: marlin\n" + original)
 
 
 @pytest.mark.wheels

@@ -89,6 +89,24 @@ def test_a_layer_that_is_gone() -> None:
     assert proof.problems == (f"draft {DRAFT_TRTLLM.name} is no longer built",)
 
 
+def test_many_layers_are_one_sentence() -> None:
+    other = [replace(layer, quant_method="Other") for layer in (*MAIN, *MAIN)]
+    other = [replace(layer, name=f"layers.{index}") for index, layer in enumerate(other)]
+    first = replace(BEFORE, trace=_with(*other))
+    changed = _with(*(replace(layer, quant_method="Second") for layer in other))
+    assert compare(first, changed, []).problems == (
+        "main layers.0 ... layers.5 (6) changed, and no fix means to change it",
+    )
+    assert compare(first, _with(other[0]), []).problems == (
+        "main layers.1 ... layers.5 (5) is no longer built",
+    )
+
+
+def test_a_fix_that_the_launch_does_not_need_has_nothing_to_show() -> None:
+    idle = replace(DRAFT, needed=lambda facts: None, verify=lambda facts, trace: ("no",))
+    assert compare(BEFORE, TRACE, [idle]).problems == ()
+
+
 def test_a_layer_that_only_now_is_built() -> None:
     """Where the draft raised while it was built, its layers are new."""
     stopped = replace(BEFORE, trace=_with(*MAIN, errors=(_error("draft"),)))

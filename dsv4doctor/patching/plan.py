@@ -108,7 +108,7 @@ def make(
         if (content := one.encode(sources[file])) != bases[file]
     }
     differing = {file for file in bases if contents.get(file, bases[file]) != current[file]}
-    return Plan(_renewed(steps, wish.held, applied, differing), tuple(applied), contents)
+    return Plan(_renewed(steps, differing), tuple(applied), contents)
 
 
 def carried_out(planned: Plan) -> Plan:
@@ -180,21 +180,15 @@ def _status(outcome: Outcome, is_in: bool, is_needed: bool, chosen: bool) -> Sta
     return Status.PRESENT if isinstance(outcome, Present) else Status.ABSENT
 
 
-def _renewed(
-    steps: Sequence[Step],
-    held: Sequence[Applied],
-    applied: Sequence[Applied],
-    differing: set[str],
-) -> tuple[Step, ...]:
+def _renewed(steps: Sequence[Step], differing: set[str]) -> tuple[Step, ...]:
     """Steps that are in, marked where what is in is not what would be written now."""
     new = {file for step in steps if step.status is Status.PLANNED for file in _files(step)}
     written = {file for step in steps for file in _files(step)}
 
     def marked(step: Step) -> Step:
-        same_choice = not {one for one in applied if one.id == step.fix.id} - set(held)
         files = {*_files(step), *(set(step.fix.files) - written)}
         as_written = not files & (differing - new)
-        if step.status is not Status.APPLIED or (same_choice and as_written):
+        if step.status is not Status.APPLIED or as_written:
             return step
         return replace(step, status=Status.RENEWED)
 

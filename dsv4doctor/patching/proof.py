@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dsv4doctor.audit import Settings, audit
@@ -76,24 +76,26 @@ def compare(before: Facts, after: Trace, fixes: Sequence[Fix]) -> Proof:
     """`after` against the trace in `before`: what `fixes` mean to change, and all the rest.
 
     A layer or path that was not built before may appear where its model stopped with an error.
+    A fix that this launch does not need may still lie in the tree, and has nothing to show.
     """
     old = before.trace
     failed = {error.phase.split()[0] for error in _errors(old)}
     changes: list[LayerChange] = []
-    problems: list[str] = []
+    wrong: list[tuple[str, str, str]] = []
     pairs = _pairs(old, after, fixes)
     for pair in pairs:
         if pair.was == pair.now and not pair.meant:
             continue
-        if pair.was != pair.now and not pair.meant and (pair.was or pair.role not in failed):
-            problems.append(f"{pair.role} {pair.name} changed, and no fix means to change it")
         if pair.now is None:
-            problems.append(f"{pair.role} {pair.name} is no longer built")
+            wrong.append((pair.role, pair.name, "is no longer built"))
+        elif pair.was != pair.now and not pair.meant and (pair.was or pair.role not in failed):
+            wrong.append((pair.role, pair.name, "changed, and no fix means to change it"))
         before_it, after_it = (end.shown if end else None for end in (pair.was, pair.now))
         changes.append(LayerChange(pair.name, pair.role, before_it, after_it, pair.meant))
-    problems += _new_errors(old, after)
+    problems = [*_gathered(wrong), *_new_errors(old, after)]
     for fix in fixes:
-        problems += [f"{fix.id}: {text}" for text in _verified(fix, before, after)]
+        if _is_needed(fix, before):
+            problems += [f"{fix.id}: {text}" for text in _verified(fix, before, after)]
     return Proof(tuple(changes), tuple(dict.fromkeys(problems)), len(pairs) - len(changes))
 
 
@@ -154,6 +156,28 @@ def _seen(thing: Layer | HotPath | None) -> _Seen | None:
     error = f"{thing.error.type}: {thing.error.message}" if thing.error else None
     called = kernel.rpartition(".")[2] if kernel else "no kernel"
     return _Seen(f"{choice}, {called}: {thing.verdict.value}", kernel, error)
+
+
+def named(names: Sequence[str]) -> str:
+    """Many names as the first and the last."""
+    many = len(names) > 3
+    return f"{names[0]} ... {names[-1]} ({len(names)})" if many else ", ".join(names)
+
+
+def _gathered(wrong: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    """(role, name, what is wrong) each, as one sentence for those that share role and wrong."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for role, name, what in wrong:
+        groups.setdefault((role, what), []).append(name)
+    for (role, what), names in groups.items():
+        yield f"{role} {named(names)} {what}"
+
+
+def _is_needed(fix: Fix, before: Facts) -> bool:
+    try:
+        return fix.needed(before) is not None
+    except Exception:
+        return True  # then its check says what is wrong
 
 
 def _verified(fix: Fix, before: Facts, after: Trace) -> tuple[str, ...]:

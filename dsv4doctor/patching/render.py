@@ -17,7 +17,7 @@ from dsv4doctor.fixes.fix import Outcome as FixOutcome
 from dsv4doctor.models import Location
 from dsv4doctor.patching import diff
 from dsv4doctor.patching.plan import Status, Step
-from dsv4doctor.patching.proof import LayerChange, Proof
+from dsv4doctor.patching.proof import LayerChange, Proof, named
 from dsv4doctor.patching.view import Outcome
 from dsv4doctor.report.console import Style, printed
 
@@ -219,17 +219,11 @@ def _one(step: Step) -> Iterator[RenderableType]:
         yield Padding(Text(_expectation(outcome)), (0, 0, 0, 4))
     if isinstance(outcome, Change) and step.layers:
         target = f" to {outcome.target}" if outcome.target else ""
-        yield _indented(f"layers{target}: {_named(step.layers)}")
+        yield _indented(f"layers{target}: {named(step.layers)}")
 
 
 def _indented(text: str) -> Padding:
     return Padding(Text(text), (0, 0, 0, 2))
-
-
-def _named(layers: Sequence[str]) -> str:
-    if len(layers) <= 3:
-        return ", ".join(layers)
-    return f"{layers[0]} ... {layers[-1]} ({len(layers)})"
 
 
 def _expectation(refused: Refused) -> str:
@@ -249,7 +243,7 @@ def _changed(outcome: Outcome) -> Iterator[RenderableType]:
     for name, (before, after) in outcome.changes.items():
         plus, minus = _counted(before, after)
         origin = origins[outcome.pristine.get(name)]
-        yield Text(f"{name}: {plus} lines more, {minus} fewer{origin}")
+        yield Text(f"{name}: +{plus} -{minus}{origin}")
 
 
 def _counted(before: bytes, after: bytes) -> tuple[int, int]:
@@ -272,7 +266,7 @@ def _proved(proof: Proof) -> Iterator[RenderableType]:
     for problem in proof.problems:
         yield _indented(problem)
     for names, change in _folded(proof.changes):
-        yield _indented(f"{change.role} {_named(names)} ({', '.join(change.fixes) or 'no fix'})")
+        yield _indented(f"{change.role} {named(names)} ({', '.join(change.fixes) or 'no fix'})")
         yield Padding(Text(f"before: {change.before or 'not built'}"), (0, 0, 0, 4))
         yield Padding(Text(f"after:  {change.after or 'not built'}"), (0, 0, 0, 4))
     if proof.unchanged:

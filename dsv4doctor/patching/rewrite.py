@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsv4doctor.errors import PatchRefusedError
-from dsv4doctor.fixes.fix import Change
+from dsv4doctor.fixes.fix import Change, Refused
 from dsv4doctor.models import SglangTree
 from dsv4doctor.patching import disk
 from dsv4doctor.patching.apply import Write, carry_out
@@ -34,10 +34,14 @@ def refuse_cached(tree: SglangTree) -> None:
 def refuse_lost(planned: Plan, held: Sequence[Applied]) -> None:
     outcomes = {step.fix.id: step.outcome for step in planned.steps}
     for one in held:
-        if not isinstance(outcomes.get(one.id), Change):
+        outcome = outcomes.get(one.id)
+        if not isinstance(outcome, Change):
+            reason = "this dsv4doctor would not put it in again"
+            if isinstance(outcome, Refused):
+                reason = outcome.reason
             raise PatchRefusedError(
-                f"{one.id} is in, and this dsv4doctor would not put it in like that again",
-                "take everything back first: dsv4doctor fix --revert",
+                f"{one.id} is in, and would be lost: {reason}",
+                "give another --kernel, or take everything back first: dsv4doctor fix --revert",
             )
 
 

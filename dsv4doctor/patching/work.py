@@ -149,15 +149,13 @@ def apply(job: Job) -> Outcome:
 
 def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
     planned, before = draft.plan, draft.facts
-    if unproved:
-        # What an earlier run left is part of what has to be shown.
-        to_prove = [step.fix for step in planned.of(*_TAKEN)]
+    if seen.journal is not None:
+        # What was put in before is part of what has to be shown, and may change along.
         before = _facts_without(job, seen.bases)
-    else:
-        to_prove = [step.fix for step in planned.of(Status.PLANNED, Status.RENEWED)]
+    taken = [step.fix for step in planned.of(*_TAKEN)]
     done = write(job.store, seen, planned, "apply")
     try:
-        proof, after = prove(before, to_prove, lambda: job.facts(job.tree, planned.contents))
+        proof, after = prove(before, taken, lambda: job.facts(job.tree, planned.contents))
     except BaseException:
         undo(job.store, seen, done)
         raise
@@ -177,7 +175,7 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
         except OSError as error:
             notes.append(f"{job.store.path}: the proof could not be noted ({error.strerror})")
     count = len(draft.outcome.changes)
-    ids = ", ".join(fix.id for fix in to_prove) or "no fix"
+    ids = ", ".join(fix.id for fix in taken) or "no fix"
     said = f"{ids} in, {count} file{'s' if count != 1 else ''} changed, proved by trace"
     return replace(
         draft.outcome,
