@@ -49,16 +49,17 @@ _INTERRUPTED = 130
 )
 @click.option(
     "--sglang",
+    multiple=True,
     metavar="LIST",
-    help="Releases, SGLang trees, or `installed` for the interpreter's own, with commas. "
-    "[default: the interpreter's, if it has one, and the releases in the cache]",
+    help="Releases, SGLang trees, or `installed` for the interpreter's own, with commas or given "
+    "several times. [default: the interpreter's, if it has one, and the releases in the cache]",
 )
 @click.option(
     "--arch",
-    default="auto",
-    show_default=True,
+    multiple=True,
     metavar="LIST",
-    help="GPU architectures, with commas, or all; auto asks the driver.",
+    help="GPU architectures, with commas or given several times, or all; auto asks the driver. "
+    "[default: auto]",
 )
 @click.option(
     "--flags-set",
@@ -139,8 +140,8 @@ def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: An
         flags=ctx.meta.get(FLAGS_KEY, ()),
         launch=options["launch"],
         snapshot=options["snapshot"],
-        sglang=options["sglang"],
-        arch=options["arch"],
+        sglang=",".join(options["sglang"]) or None,
+        arch=",".join(options["arch"]) or "auto",
         flag_sets=options["flag_sets"],
         recommend=options["recommend"],
         read_flashinfer=options["read_flashinfer"],

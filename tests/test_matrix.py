@@ -262,6 +262,10 @@ def test_console_shows_verdicts_reasons_and_the_command(matrix: Matrix) -> None:
     assert "What to use on sm_120" in text
     assert "--moe-runner-backend flashinfer_cutlass" in text
     assert "\x1b" not in text
+    narrow = report.as_console(matrix, _advice(matrix), Style(60)).splitlines()
+    launches = [line for line in narrow if "launch_server" in line]
+    assert launches  # each is one line, to be pasted
+    assert all("--model-path" in line and "--tp" in line for line in launches)
     assert text.count("exists for sm_100 and sm_103 only") == 1  # not once a cell
     assert "table of known kernels" not in text
     long = report.as_console(matrix, (), Style(120, verbose=True))

@@ -50,9 +50,10 @@ def test_two_releases_on_two_gpus(
     checkpoint: Checkpoints, sglang_tree: Trees, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What is known of the hybrid checkpoint: no flag set keeps main and draft on sm_120."""
-    trees = f"{sglang_tree('0.5.14').root},{sglang_tree('0.5.23').root}"
     model = str(checkpoint(_HYBRID))
-    arguments = ["matrix", model, "--sglang", trees, "--arch", "sm_100,sm_120", "--recommend"]
+    arguments = ["matrix", model, "--arch", "sm_100,sm_120", "--recommend"]
+    for version in ("0.5.14", "0.5.23"):
+        arguments += ["--sglang", sglang_tree(version).root]
     arguments += ["--flags-set", "cutlass=--moe-runner-backend flashinfer_cutlass"]
     arguments += ["--format", "json", "--", "--tp", "4", *_EAGLE]
     assert command(arguments) == 1  # nothing works on sm_120

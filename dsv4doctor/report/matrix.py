@@ -16,7 +16,7 @@ from rich.text import Text
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.matrix import TIERS_TEXT, Cell, Choice, FlagSet, Key, Matrix, Part
 from dsv4doctor.models import Arch, Verdict
-from dsv4doctor.report.console import Style, printed
+from dsv4doctor.report.console import Style, Unwrapped, printed
 
 SCHEMA = "dsv4doctor-matrix/1"
 MARKS = {Verdict.RUNS: "✓", Verdict.FALLBACK: "~", Verdict.FAILS: "✕", Verdict.UNKNOWN: "?"}
@@ -308,7 +308,7 @@ def _reasons(matrix: Matrix, checkpoint: str, verbose: bool) -> Iterator[Text]:
         yield Text(f"  and {len(listed) - _MOST_REASONS} more reasons: --verbose")
 
 
-def _advice_text(one: Advice) -> Iterator[Text]:
+def _advice_text(one: Advice) -> Iterator[Text | Unwrapped]:
     yield Text("")
     yield Text(f"What to use on {one.arch.name}: {one.checkpoint}", style="bold")
     if one.caveat:
@@ -316,7 +316,7 @@ def _advice_text(one: Advice) -> Iterator[Text]:
     for place, choice in enumerate(one.choices[:_MOST_CHOICES], 1):
         key = choice.cell.key
         yield Text(f"  {place}. SGLang {key.release}, {key.flag_set}: {choice.why}")
-        yield Text(f"     {one.command(choice)}", style="cyan")
+        yield Unwrapped(f"     {one.command(choice)}")
     left = len(one.choices) - _MOST_CHOICES
     if left > 0:
         yield Text(f"     {left} more work: --format json")
