@@ -14,8 +14,10 @@ from dsv4doctor.fixes import (
 from dsv4doctor.fixes.fix import Fix
 
 ALL: tuple[Fix, ...] = (
+    # Before the other two: what it hands over decides on main_moe_auto's backend, and in one file
+    # its places stand behind draft_moe_dispatch's, whose lines so keep their numbers.
+    swiglu_limit.FIX,
     draft_moe_dispatch.FIX,
-    swiglu_limit.FIX,  # before main_moe_auto: what it sees decides on a backend
     main_moe_auto.FIX,
     indexer.FIX,
     sparse_mla.FIX,
