@@ -270,6 +270,7 @@ UNKNOWN = {
     "case $1 in a) TP=2 ;; *) TP=4 ;; esac\n": "line 1: cannot know the word of this case",
     "if [ -f /x ]; then TP=2; else TP=4; fi\n": "line 1: cannot know this condition",
     "TP=4\ngrep -q x /y && TP=8\n": "line 2: cannot know whether this runs",
+    "read -r TP < /x\n": "line 1: read sets $TP",
     'f() { TP=$1; }\nf "$(nproc)"\n': "line 2: $(nproc) is known only when the script runs",
 }
 
@@ -359,6 +360,16 @@ def test_defaults_of_the_script_s_own_arguments(tmp_path: Path) -> None:
     launch = read(tmp_path, f"TP=${{1:-4}}\n{SERVER} --model /m --tp $TP")
     assert launch.flags == ("--tp", "4")
     assert any("$1 is taken as not given" in note for note in launch.notes)
+
+
+def test_another_round_of_a_loop_may_have_set_a_value(tmp_path: Path) -> None:
+    body = f'{SERVER} --model /m --tp $TP --x "$X"; TP=8; change'
+    text = f"change() {{ X=2; }}\nTP=4\nX=1\nwhile true; do\n{body}\ndone"
+    said = read(tmp_path, text).unknown
+    assert said == (
+        "cannot know $TP, the value of --tp (line 4: a loop sets $TP)",
+        "cannot know $X, the value of --x (line 4: a loop sets $X)",
+    )
 
 
 def test_a_loop_is_read_once(tmp_path: Path) -> None:
@@ -609,3 +620,70 @@ def test_arguments_on_our_own_command_line() -> None:
     assert from_arguments("/m", ["--model=/m"], {}).model == "/m"
     with pytest.raises(UsageError, match="--model-path after"):
         from_arguments("/m", ["--model-path", "/other"], {})
+
+
+_NAMES = st.sampled_from(["A", "B", "C"])
+_VALUES = st.sampled_from(
+    ["x", "y", "'p q'", "$A", '"$B"', '"$A$C"', "$((1 + 2))", "${C:-z}", '"$(true)"']
+)
+_TESTS = st.sampled_from(
+    [
+        *('[ "$A" = x ]', "[[ $B == p* ]]", '[[ $A != x && -n "$B" ]]', "[ -z $C ]", "true"),
+        *("false", '[[ "$A" == "p*" || $C == 3 ]]', "! [ 1 -gt 2 ]", "[ -f /nowhere ]"),
+    ]
+)
+
+
+def _statements(depth: int) -> st.SearchStrategy[str]:
+    simple = st.one_of(
+        st.builds("{}={}".format, _NAMES, _VALUES),
+        st.builds("{}+={}".format, _NAMES, _VALUES),
+        st.builds("L+=({} {})".format, _VALUES, _VALUES),
+        st.builds("{} && {}={}".format, _TESTS, _NAMES, _VALUES),
+        st.builds("{} || {}={}".format, _TESTS, _NAMES, _VALUES),
+        st.builds("f {} {}".format, _VALUES, _VALUES),
+    )
+    if depth == 0:
+        return simple
+    body = st.lists(_statements(depth - 1), min_size=1, max_size=3).map("\n".join)
+    return st.one_of(
+        simple,
+        st.builds("if {}; then\n{}\nelse\n{}\nfi".format, _TESTS, body, body),
+        st.builds("if {}\nthen {}\nelif {}; then\n{}\nfi".format, _TESTS, body, _TESTS, body),
+        st.builds("case {} in\nx|3) {} ;;\n(p*) {} ;;\nesac".format, _VALUES, body, body),
+        st.builds('case "$A" in y) {} ;& x) {} ;; *) {}\nesac'.format, body, body, body),
+        st.builds("for i in {} {}; do\n{}\ndone".format, _VALUES, _VALUES, body),
+        st.builds("{} && {{ {}\n}}".format, _TESTS, body),
+    )
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(_statements(2), min_size=1, max_size=5).map("\n".join))
+def test_what_is_known_of_a_script_is_what_bash_does(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    """Whatever stands in front: an argument that is not said to be unknown is the right one."""
+    function = 'f() { local v=$1; shift; A="$v"; [ "$1" = x ] && L+=("$@"); C=$#; }\n'
+    script = f'A=x\nB="p q"\nL=(--l)\n{function}{text}\n'
+    script += f'{SERVER} --a="$A" --b="$B" --c="$C" "${{L[@]}}" --end\n'
+    stand_in = "python() { shift 2; printf '%s\\0' \"$@\"; }\n"
+    bash = subprocess.run(
+        ["bash", "--norc", "-c", stand_in + script],
+        env={"PATH": "/usr/bin:/bin"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+    )
+    expected = tuple(bash.stdout.decode().split("\0")[:-1])
+    path = tmp_path_factory.getbasetemp() / "flow.sh"
+    path.write_text(script)
+    launch = read_script(path, {})
+    if not launch.unknown:
+        assert launch.flags == expected
+        return
+    # What is unknown is named; what is not named is right.
+    said = " ".join(launch.unknown)
+    for flag, name in (("--a=", "A"), ("--b=", "B"), ("--c=", "C")):
+        mine = next(one for one in launch.flags if one.startswith(flag))
+        theirs = next(one for one in expected if one.startswith(flag))
+        assert mine == theirs or f"the value of {flag[:-1]}" in said, name

@@ -63,6 +63,8 @@ class Flow:
     stack: list[_Block] = field(default_factory=list)
     status: bool | None = True
     """What the last command gave; None: not known."""
+    repeated: frozenset[str] = frozenset()
+    """What the body of the loop that begins with this command sets."""
 
     def enter(self, command: Command) -> Way:
         """How the next command of the script runs; `leave` follows unless it is skipped."""
@@ -131,6 +133,9 @@ class Flow:
                 block.active = False
                 self.scope.note(block.line, "the script is taken to be called without arguments")
             self.open(block)
+            for name in sorted(self.repeated) if block.active else ():
+                # Not the first round's value alone: another round may have set it before.
+                self.scope.set(name, unknown(name, f"line {block.line}: a loop sets ${name}"))
         elif keyword == "arm" and block.kind == "case":
             falls, block.falls = block.falls and block.active, False
             if falls and not block.is_open:

@@ -11,12 +11,14 @@ from pathlib import Path
 from dsv4doctor.errors import UsageError
 from dsv4doctor.shell import expand
 from dsv4doctor.shell.flow import Flow, Way
+from dsv4doctor.shell.loops import assigned, loop_names
 from dsv4doctor.shell.scope import (
     Element,
     Field,
     Scope,
     Segment,
     Value,
+    is_name,
     merged,
     plain,
     reason,
@@ -115,12 +117,13 @@ class Shell:
             yield from self.sequence(self.functions[name])
 
     def sequence(self, commands: tuple[Command, ...]) -> Iterator[Invocation]:
-        flow, bodies = Flow(self.scope), _bodies(commands)
+        flow, bodies, loops = Flow(self.scope), _bodies(commands), loop_names(commands)
         index = 0
         while index < len(commands):
             command = commands[index]
             index += 1
             self.scope.step(command.line)
+            flow.repeated = self.also_called(loops.get(index - 1, frozenset()))
             way = flow.enter(command)
             if "function" in command.keywords:
                 end = bodies.get(index)
@@ -141,6 +144,13 @@ class Shell:
             elif _names_sglang(command):
                 self.passed_over.append(command.line)
         flow.close()
+
+    def also_called(self, names: frozenset[str]) -> frozenset[str]:
+        """What is set, by the functions that are called too; `names` as of `assigned`."""
+        called = {name[:-2] for name in names if name.endswith("()")}
+        bodies = [self.functions[name] for name in called if name in self.functions]
+        every = names.union(*(assigned(body) for body in bodies))
+        return frozenset(name for name in every if is_name(name) and not name.endswith("()"))
 
     def command(self, command: Command) -> Iterator[Invocation]:
         items = command.items
@@ -175,6 +185,11 @@ class Shell:
                 self.exported.discard(piece.text)
         elif name == "set":
             self.set_options([piece.text for piece in fields[1:]])
+        elif name in ("read", "mapfile", "readarray"):
+            for piece in fields[1:]:
+                if is_name(piece.text):
+                    why = f"line {command.line}: {name} sets ${piece.text}"
+                    self.scope.set(piece.text, unknown(piece.text, why))
         elif name == "shift":
             self.shift(fields[1:])
         else:
