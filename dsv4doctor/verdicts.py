@@ -177,7 +177,7 @@ def judge_path(
     """`path` with its verdict and the reason for it.
 
     A path without a kernel of its own (the KV cache, the all-reduce) runs when what it is was
-    found out.
+    found out.  One whose trace has a caveat (`path.reason`) is never promised to run.
     """
     error = path.error
     if error is not None:
@@ -187,6 +187,8 @@ def judge_path(
         return replace(path, verdict=Verdict.FAILS, reason=reason)
     if path.kernel is not None:
         verdict, reason = judge_kernel(path.kernel.symbol, arch, call_text, grounds)
+        if path.reason and verdict is not Verdict.FAILS:
+            return replace(path, verdict=Verdict.UNKNOWN, reason=f"{path.reason} ({reason})")
         return replace(path, verdict=verdict, reason=reason)
     if path.choice is not None and not path.reason:
         return replace(path, verdict=Verdict.RUNS, reason="it has no kernel of its own")

@@ -137,6 +137,12 @@ def path(kernel: str | None = None, choice: str | None = None, reason: str = "")
         (path("flash_mla.flash_mla_sparse_fwd"), "sm_120", Verdict.FAILS),
         (path("flash_mla.flash_mla_sparse_fwd"), "sm_90", Verdict.RUNS),
         (path("triton:sglang.a._w8a8_block_fp8_matmul"), "sm_120", Verdict.RUNS),
+        (
+            path("triton:a._w8a8_block_fp8_matmul", reason="another shape"),
+            "sm_120",
+            Verdict.UNKNOWN,
+        ),
+        (path("flash_mla.flash_mla_x", reason="another shape"), "sm_120", Verdict.FAILS),
         (path("nobody.knows.this"), "sm_120", Verdict.UNKNOWN),
         (path(None), "sm_120", Verdict.UNKNOWN),
         (path(None, "nccl"), "sm_120", Verdict.RUNS),

@@ -132,7 +132,7 @@ class Recording:
 
         def done(calls: ServerCalls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             kind = _kind(args, kwargs)
-            detail = f"compress ratio {attention.compress_ratio}"
+            detail = f"compress ratio {getattr(attention, 'compress_ratio', 0)}"
             self._add(role, f"sparse-mla-{kind}", names, calls, MLA, detail=detail)
             if getattr(attention, "indexer", None) is not None:
                 self._add(role, f"indexer-{kind}", names, calls, INDEXER)

@@ -16,6 +16,8 @@ from .stand_ins import make
 from .tensors import Redirect
 from .windows import DENSE, INDEXER, MHC, MLA, path_entry, runner_of
 
+DSPARK = "DSparkAttention"
+_DSPARK = "run as a plain batch; the block of a DSpark draft reads more keys, and was not run"
 ATTENTION = ("sparse-mla-decode", "sparse-mla-prefill")
 
 
@@ -152,14 +154,18 @@ class Reader:
         names = [name for name, _ in modules]
         attention = modules[0][1]
         calls = Calls(lambda: _run_attention(harness, kind, tokens, attention, self.config))
+        ratio = getattr(attention, "compress_ratio", 0)
+        caveat = _DSPARK if type(attention).__name__ == DSPARK else ""
         size = f"batch of {tokens}" if kind == "decode" else f"{tokens} tokens"
         if getattr(attention, "indexer", None) is not None:
             kernel, where = INDEXER.kernel(calls)
             detail = f"{_width(harness)}; {size}" if kernel else size
             yield self._path(f"indexer-{kind}", names, kernel, calls, where, INDEXER, detail=detail)
         kernel, where = MLA.kernel(calls)
-        detail = f"compress ratio {attention.compress_ratio}; {size}"
-        yield self._path(f"sparse-mla-{kind}", names, kernel, calls, where, MLA, detail=detail)
+        detail = f"compress ratio {ratio}; {size}"
+        yield self._path(
+            f"sparse-mla-{kind}", names, kernel, calls, where, MLA, detail=detail, reason=caveat
+        )
 
     def _kv_cache(self, harness, names):
         pool = getattr(harness.pool, "swa_kv_pool", None)
@@ -194,8 +200,8 @@ def attention_classes(model):
     """{(class name, compress ratio): [(name, module)]} of a model's attention."""
     classes = {}
     for name, module in model.named_modules():
-        if hasattr(module, "attn_mqa") and hasattr(module, "compress_ratio"):
-            key = (type(module).__name__, module.compress_ratio)
+        if hasattr(module, "attn_mqa") or type(module).__name__ == DSPARK:
+            key = (type(module).__name__, getattr(module, "compress_ratio", 0))
             classes.setdefault(key, []).append((name, module))
     return classes
 
@@ -309,10 +315,12 @@ def _run_attention(harness, kind, tokens, attention, config):
         _process(module)
     batch = harness.batch(kind, tokens)
     harness.prepare(batch)
+    hidden = torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16)
     with harness.context_of(batch):
         return call(
             attention.forward,
-            x=torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16),
+            x=hidden,
+            hidden_states=hidden,
             positions=batch.positions,
             forward_batch=batch,
         )
