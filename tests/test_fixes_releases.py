@@ -115,10 +115,17 @@ def test_a_kernel_that_was_asked_for(version: str, kernel: str, sglang_tree: Tre
 # ------------------------------------------------------------------------ traced
 
 
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
 def patched(tree: SglangTree, target: Path, ids: tuple[str, ...], kernel: str) -> SglangTree:
-    """A copy of a tree, its files linked, with the fixes applied."""
+    """A copy of a tree, its files linked where that can be, with the fixes applied."""
     root = Path(tree.root)
-    shutil.copytree(root, target, copy_function=os.link)
+    shutil.copytree(root, target, copy_function=link_or_copy)
     order = tuple(fix for fix in fixes.ALL if fix.id in ids)
     for file, text in planned(root, order, kernel).changed.items():
         path = target / file
