@@ -116,6 +116,7 @@ def test_from_a_missing_fix_to_one_that_is_proved_and_back(
     assert (Path(release.root) / QUANT).read_bytes() == original
 
     assert fix("--check", *launch) == 0
+    assert "missing" not in capsys.readouterr().err
     assert fix("--status", "--sglang", tree, "--format", "json") == 0
     status = _json(capsys)
     assert status["journal"]["proved"]  # type: ignore[index]

@@ -1,5 +1,6 @@
 """Plan, apply, apply again, revert: on real releases, with recorded facts."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 from patching_trees import (
     BOTH,
@@ -32,10 +34,14 @@ from dsv4doctor.fixes.fix import Absent, Fix, Refused
 from dsv4doctor.models import Facts, SglangTree
 from dsv4doctor.patching import restore, work
 from dsv4doctor.patching.plan import Status
-from dsv4doctor.patching.render import as_diff
+from dsv4doctor.patching.render import as_diff, as_json, console
 from dsv4doctor.patching.view import Asked
+from dsv4doctor.report.console import Style
 
 Tree = Callable[[str], SglangTree]
+SCHEMA = json.loads(
+    (Path(__file__).parent.parent / "docs" / "fix.schema.json").read_text(encoding="utf-8")
+)
 
 
 @pytest.fixture
@@ -295,6 +301,14 @@ def test_a_fix_that_cannot_is_refused_and_the_others_go_in(
     outcome = work.apply(job(tree, state, (bad, TWO)))
     assert _status(outcome, ONE) is Status.REFUSED
     assert set(outcome.changes) == {QUANT, KV}
+    document = json.loads(as_json(outcome))
+    jsonschema.validate(document, SCHEMA)
+    assert document["fixes"][0]["status"] == "refused"
+    shown = console(outcome, Style(100, verbose=True))
+    assert "FIX901 refused" in shown
+    if kind == "refused":
+        assert document["fixes"][0]["refused"]["expected"] == "def expected(): ...\n"
+        assert "-def expected(): ...\n    +def found(): ...\n" in shown
     # One that cannot say whether it is needed is not missed.
     assert outcome.exit_code == (0 if kind == "needed raises" else 4)
 
