@@ -169,6 +169,21 @@ def test_a_fault_of_ours_is_said_once_and_changes_nothing(
     ]
 
 
+def test_a_fault_in_the_profiling_hook_is_not_raised_in_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*given: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(observer.ServerCalls, "_python", broken)
+    layer, seen = Layer(), []
+    once.observe(layer, "apply", lambda *given: bool(seen.append(given)))
+    assert [layer.apply(1), layer.apply(2)] == [2, 3]
+    assert seen == []  # what was seen is not all
+    assert sys.getprofile() is None
+    assert len(caplog.records) == 1
+
+
 def test_a_folder_that_is_not_there_does_not_stop_the_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +211,57 @@ def test_a_file_for_each_rank(tmp_path: Path, ranks: dict[str, int | None], name
         types.SimpleNamespace(ps=types.SimpleNamespace(**ranks)),
     ):
         assert record.file_of_rank(str(tmp_path / "r.json"), runner) == tmp_path / name
+
+
+class FusedMoE:
+    def __init__(self, size: int) -> None:
+        self.quant_method = self.get_quant_method()
+        self.size = size
+
+    def get_quant_method(self) -> object:
+        if get_moe_runner_backend():
+            return self
+        return object()
+
+
+def get_moe_runner_backend() -> str:
+    return "triton"
+
+
+@pytest.fixture
+def layer_class(monkeypatch: pytest.MonkeyPatch) -> type[FusedMoE]:
+    monkeypatch.setattr(FusedMoE, "__init__", FusedMoE.__init__)  # put back afterwards
+    return FusedMoE
+
+
+def test_how_a_layer_was_built(layer_class: type[FusedMoE]) -> None:
+    watching = hooks.Hooks("unused")
+    watching.layers(types.SimpleNamespace(FusedMoE=layer_class))  # type: ignore[arg-type]
+    layer = layer_class(3)
+    watching.speculative = 1
+    draft = layer_class(4)
+    found = watching.watch.found
+    assert found[id(layer)]["flags_consulted"] == ["moe_runner_backend"]
+    assert found[id(draft)]["flags_consulted"] == ["speculative_moe_runner_backend"]
+    assert found[id(layer)]["decided_at"]["function"].endswith("get_quant_method")
+
+
+def test_a_fault_while_a_layer_is_built_changes_nothing(
+    layer_class: type[FusedMoE], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dsv4doctor.trace.worker.decisions import LayerBuild
+
+    def broken(*given: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(LayerBuild, "_note_read", broken)
+    watching = hooks.Hooks("unused")
+    watching.layers(types.SimpleNamespace(FusedMoE=layer_class))  # type: ignore[arg-type]
+    before = sys.gettrace()
+    assert layer_class(3).size == 3
+    assert layer_class(4).size == 4
+    assert sys.gettrace() is before
+    assert len(caplog.records) == 1
 
 
 # ------------------------------------------------------------------------ what is seen

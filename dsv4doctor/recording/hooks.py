@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from dsv4doctor.recording.plugin import guarded
+from dsv4doctor.recording.plugin import complain, guarded, stopped
 
 
 class Hooks:
@@ -41,7 +42,7 @@ class Hooks:
 
     def layers(self, module: ModuleType) -> None:
         """Notice, for every FusedMoE, who decides its quant method and which flags they read."""
-        from dsv4doctor.trace.worker.decisions import LayerWatch
+        from dsv4doctor.trace.worker.decisions import LayerBuild, LayerWatch
 
         hooks = self
 
@@ -53,6 +54,20 @@ class Hooks:
             @switched.setter
             def switched(self, value: bool) -> None:
                 pass
+
+            def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                before = sys.gettrace()
+                code = getattr(self.original, "__code__", None)
+                if stopped() or code is None:
+                    self.original(layer, *args, **kwargs)
+                    return
+                build = LayerBuild(code, before)
+                sys.settrace(_harmless(build.on_call))
+                try:
+                    self.original(layer, *args, **kwargs)
+                finally:
+                    sys.settrace(before)
+                    guarded(self.keep, layer, build)
 
         self.watch = Watch(module.FusedMoE, False)
         self.watch.__enter__()
@@ -78,3 +93,17 @@ class Hooks:
             self.recordings.append(Recording(self.file, runner))
         found = self.watch.found if self.watch is not None else {}
         self.recordings[0].model(runner, found)
+
+
+def _harmless(trace: Callable[..., Any]) -> Callable[..., Any]:
+    """A trace function whose own errors do not reach the code that is traced."""
+
+    def traced(frame: Any, event: str, argument: Any) -> Any:
+        try:
+            inner = trace(frame, event, argument)
+        except Exception as error:
+            complain(error)
+            return None
+        return None if inner is None else _harmless(inner)
+
+    return traced

@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 from typing import Any, ClassVar
 
+from dsv4doctor.recording.plugin import complain
 from dsv4doctor.trace.worker.calls import Calls
 from dsv4doctor.trace.worker.recorder import RECORDER
 
@@ -31,6 +32,13 @@ class ServerCalls(Calls):  # type: ignore[misc]
     """What makes a module compiled at run time -> "jit:" and its names; for the whole process."""
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        try:
+            self._look(frame, event, argument)
+        except Exception as error:  # it would be raised in the server's own code
+            sys.setprofile(None)
+            complain(error)
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         super()._on_event(frame, event, argument)
         if event == "call":
             self._python(frame)

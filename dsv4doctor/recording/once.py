@@ -34,7 +34,7 @@ def observe(owner: Any, name: str, done: Done, wanted: Wanted | None = None) -> 
         except Exception as error:  # what the method raises is in calls.error
             complain(error)
             return returned[0] if returned else original(*args, **kwargs)
-        if guarded(done, calls, args, kwargs) is not False:
+        if stopped() or guarded(done, calls, args, kwargs) is not False:
             guarded(take_off)
         if calls.error is not None:
             raise calls.error

@@ -89,11 +89,19 @@ class _Watch(importlib.abc.MetaPathFinder):
         action = self.waiting.pop(name, None)
         if action is None:
             return None
+        found: importlib.machinery.ModuleSpec | None = guarded(self._find, name, path, target)
+        if found is not None and found.loader is not None:
+            found.loader = _Loader(found.loader, action)
+        return found
+
+    def _find(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
         for finder in sys.meta_path:
-            found = None if finder is self else finder.find_spec(name, path, target)
-            if found is not None and found.loader is not None:
-                found.loader = _Loader(found.loader, action)
-                return found
+            if finder is not self and hasattr(finder, "find_spec"):
+                found = finder.find_spec(name, path, target)
+                if found is not None:
+                    return found
         return None
 
 
@@ -107,6 +115,9 @@ class _Loader(importlib.abc.Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         guarded(self.action, module)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Recording:
         self.server_args = runner.server_args
         self.layers: list[dict[str, Any]] = []
         self.paths: list[dict[str, Any]] = []
-        self.waiting = 0  # routed-expert layers that have not run yet
+        self.waiting: Counter[str] = Counter()  # routed-expert layers that have not run, by role
 
     def model(self, runner: Any, found: dict[int, dict[str, Any]]) -> None:
         """Take a loaded model in; `found` as a LayerWatch keeps it."""
@@ -69,7 +70,7 @@ class Recording:
                 "error": None,
             }
             self.layers.append(entry)
-            self.waiting += 1
+            self.waiting[role] += 1
             self._expert(role, entry, layer)
 
     def _expert(self, role: str, entry: dict[str, Any], layer: Any) -> None:
@@ -81,8 +82,8 @@ class Recording:
             entry["why_no_kernel"] = "its forward called no kernel that is known as MoE"
             if calls.error is not None:
                 entry["error"] = describe_error(f"{role} forward", calls.error)
-            self.waiting -= 1
-            if self.waiting == 0:
+            self.waiting[role] -= 1
+            if not self.waiting[role]:
                 self.write()
             return True
 

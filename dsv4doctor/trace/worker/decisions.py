@@ -56,7 +56,7 @@ class LayerWatch:
         self.layer_class.__init__ = self.original
 
     def _run(self, layer, args, kwargs):
-        build = _Build(self.original.__code__, sys.gettrace())
+        build = LayerBuild(self.original.__code__, sys.gettrace())
         if self.path is not None:
             self.path.inside_layer = True
         sys.settrace(build.on_call)
@@ -66,11 +66,15 @@ class LayerWatch:
             sys.settrace(build.outer)
             if self.path is not None:
                 self.path.inside_layer = False
-            method = layer.__dict__.get("quant_method") or getattr(layer, "quant_method", None)
-            self.found[id(layer)] = {
-                "decided_at": build.decided_at(method),
-                "flags_consulted": self._flags(build.reads_for(method)),
-            }
+            self.keep(layer, build)
+
+    def keep(self, layer, build):
+        """Put down what a layer's construction showed."""
+        method = layer.__dict__.get("quant_method") or getattr(layer, "quant_method", None)
+        self.found[id(layer)] = {
+            "decided_at": build.decided_at(method),
+            "flags_consulted": self._flags(build.reads_for(method)),
+        }
 
     def _flags(self, reads):
         flags = []
@@ -81,7 +85,7 @@ class LayerWatch:
         return flags
 
 
-class _Build:
+class LayerBuild:
     """One FusedMoE.__init__: a trace function limited to the frames that decide."""
 
     def __init__(self, constructor, outer):
