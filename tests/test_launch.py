@@ -687,3 +687,18 @@ def test_what_is_known_of_a_script_is_what_bash_does(
         mine = next(one for one in launch.flags if one.startswith(flag))
         theirs = next(one for one in expected if one.startswith(flag))
         assert mine == theirs or f"the value of {flag[:-1]}" in said, name
+
+
+def test_notes_are_few_and_true(tmp_path: Path) -> None:
+    text = (
+        "R=${1:?prefill or decode}\nwhile getopts a: opt; do case $opt in a) A=1 ;; esac; done\n"
+        f"sleep 1 &\nP=$!\ncase $R in\n a) ;;\n b) ;;\nesac\n{SERVER} --model /m --tp 4\n"
+    )
+    launch = read(tmp_path, text)
+    assert (launch.flags, launch.unknown) == (("--tp", "4"), ())
+    assert launch.notes == (
+        "line 1: $1 is not set, and the script stops without it",
+        "line 2: the script is taken to be called without arguments",
+        "line 4: cannot know $!",
+        "line 5: cannot know the word of this case; every arm that may run was read",
+    )

@@ -155,12 +155,14 @@ class _Expansion:
         operation = _OPERATION.fullmatch(match["rest"]) if match["rest"] else None
         if match["rest"] and operation is None:
             return [self.unknown(part)]
+        if name in ("?", "$", "!", "-"):
+            return [self.unknown(part)]
         is_own = not is_name(name) and self.scope.arguments is None
         if is_own and operation is None and name not in ("@", "*"):
             return [self.unknown(part)]
         value = self.scope.lookup(name) if is_name(name) else self.argument(name)
         if operation is not None:
-            if is_own and name.isdecimal():
+            if is_own and name.isdecimal() and operation["operator"] != "?":
                 self.scope.note(self.line, f"${name} is taken as not given")
             empty = value is None or (bool(operation["colon"]) and value in ((), plain("")))
             return self.operation(part, match, operation, empty, value)

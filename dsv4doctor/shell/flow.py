@@ -107,7 +107,9 @@ class Flow:
             if keyword == "for" and command.items and isinstance(command.items[0], Word):
                 self.loop_variable(command.items[0].literal or "", line)
         elif keyword == "case" and isinstance(command.items[0], Word):
-            self.push(_Block("case", line, word=self.word(command.items[0])))
+            is_read = all(block.active for block in self.stack)
+            word = self.word(command.items[0]) if is_read else None
+            self.push(_Block("case", line, word=word))
         elif keyword == "{":
             self.push(self.group(command))
         elif keyword in _ENDS:
@@ -118,13 +120,13 @@ class Flow:
 
     def inside(self, block: _Block, keyword: str, command: Command) -> None:
         if keyword == "then" and block.kind == "if":
-            self.arm(block, self.status, command.line)
+            self.arm(block, self.status)
         elif keyword == "elif" and block.kind == "if":
             self.next_arm(block)
             block.in_condition, block.active = True, not block.taken
         elif keyword == "else" and block.kind == "if":
             self.next_arm(block)
-            self.arm(block, True, command.line)
+            self.arm(block, True)
         elif keyword == "do" and block.kind == "loop":
             result = self.status if block.in_condition else None
             block.in_condition = False
@@ -147,7 +149,7 @@ class Flow:
                 block.arms.append({name: unknown(name, why) for name in arm})
                 block.is_open = False
             self.next_arm(block)
-            self.arm(block, result, command.line)
+            self.arm(block, result)
         elif keyword == "fall":
             block.falls = True
 
@@ -171,14 +173,15 @@ class Flow:
 
     # ------------------------------------------------------------------ arms
 
-    def arm(self, block: _Block, result: bool | None, line: int) -> None:
+    def arm(self, block: _Block, result: bool | None) -> None:
         """The next arm, which runs if `result` and no earlier one did."""
         block.in_condition = False
         block.active = result is not False and not block.taken
         if block.active and (result is None or block.arms):
             self.open(block)
         if result is None and block.active and all(one.active for one in self.stack):
-            self.scope.note(line, f"cannot know {block.what}; every arm that may run was read")
+            said = f"cannot know {block.what}; every arm that may run was read"
+            self.scope.note(block.line, said)
         block.taken = block.taken or result is True
 
     def next_arm(self, block: _Block) -> None:
