@@ -251,13 +251,16 @@ def _rendered(run: Run, options: dict[str, Any], name: str) -> str:
 
 def _summary(report: Report, command: str, several: bool) -> str:
     from dsv4doctor.report.console import layer_summary, summary
+    from dsv4doctor.report.paths import only_paths, path_summary
 
     cached = ", trace from the cache" if report.facts.trace and report.facts.trace.cached else ""
     name = f"{report.gate.target}: " if several else ""
     said = summary(report)
-    if command == "trace-moe":
-        found = f"; {said}, see `dsv4doctor check`" if report.findings else ""
-        said = layer_summary(report) + found
+    if command in ("trace", "trace-moe"):
+        trace = report.facts.trace
+        found = f"{said}, see `dsv4doctor check`" if report.findings else ""
+        layers = "" if only_paths(trace) else layer_summary(report)
+        said = "; ".join(part for part in (layers, path_summary(trace), found) if part)
     line = f"dsv4doctor: {name}{said} in {report.timings['total']:.1f} s{cached}"
     gap = report.gate.undetermined
     return f"{line}; not determined: {gap}" if gap else line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rich.console import RenderableType
@@ -24,6 +25,13 @@ def only_paths(trace: Trace | None) -> bool:
     if trace is None or not trace.paths:
         return False
     return not (trace.layers or trace.errors or trace.unresolved)
+
+
+def path_summary(trace: Trace | None) -> str:
+    """The paths' verdicts counted, in one line; "" when none were traced."""
+    counts = Counter(path.verdict for path in trace.paths) if trace is not None else Counter()
+    said = [f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]]
+    return f"other paths: {', '.join(said)}" if said else ""
 
 
 def path_parts(trace: Trace | None) -> Iterator[RenderableType]:
