@@ -657,7 +657,7 @@ def _statements(depth: int) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(_statements(2), min_size=1, max_size=5).map("\n".join))
 def test_what_is_known_of_a_script_is_what_bash_does(
     tmp_path_factory: pytest.TempPathFactory, text: str
