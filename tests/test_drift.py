@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from dsv4doctor.cli import run
@@ -144,6 +145,8 @@ def test_formats(
     if format_ == "json":
         plain = json.loads(said.out)
         assert (plain["schema"], plain["exit_code"]) == ("dsv4doctor-diff/1", 1)
+        schema = json.loads((Path(__file__).parent.parent / "docs/diff.schema.json").read_text())
+        jsonschema.Draft202012Validator(schema).validate(plain)
     if format_ == "markdown":
         assert "Other\\|Method" in said.out
 
