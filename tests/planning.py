@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.models import (
     Arch,
+    Checkpoint,
     Gpu,
     GpuFacts,
     HostFacts,
@@ -33,6 +35,11 @@ def boxed(nodes: tuple[int | None, ...] = (0, 0, 0, 0, 1, 1, 1, 1), gib: float =
     )
 
 
+@cache
+def _stored(model: Path) -> Checkpoint:
+    return read_checkpoint(model)
+
+
 def standing(
     model: Path,
     tree: SglangTree,
@@ -44,7 +51,7 @@ def standing(
     """What `ask` would be planned on, on a machine with `gpus` and `tree`."""
     launch = Launch("command line", None, {}, str(model), ())
     seen = boxed() if gpus is None else gpus
-    stored = read_checkpoint(model)
+    stored = _stored(model)
     snapshot = Snapshot("0", "", seen, tree, None, stored, launch, {}, host)
     target = Target(
         snapshot=snapshot,

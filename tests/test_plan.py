@@ -169,14 +169,11 @@ def test_all_ports_of_a_pair_differ(pair: Plan) -> None:
 
 def test_memory_of_a_side(flash: Path, tree: SglangTree) -> None:
     on = standing(flash, tree, PAIR)
-    from dsv4doctor.facts.features import read_features
-
-    features = read_features(Path(tree.root))
 
     def sized(gib: float, ranks: int, context: int = 131072, prefills: bool = True):  # type: ignore[no-untyped-def]
         return size(
             on.target.checkpoint,
-            features,
+            on.features,
             memory=int(gib * 2**30),
             ranks=ranks,
             load=Load(context, 32, 1),

@@ -44,8 +44,8 @@ def proved(checkpoint: Builder, sglang_tree: Trees) -> Callable[[str, str, Ask],
 
 
 def test_what_does_not_run_is_replaced(proved: Callable[[str, str, Ask], Proof]) -> None:
-    """SGLang 0.5.14 would take kernels for SM100 alone."""
-    proof = proved(HYBRID, "0.5.14", Ask(False, gpus="0-3"))
+    """SGLang would take kernels for SM100 alone."""
+    proof = proved(HYBRID, "0.5.23", Ask(False, gpus="0-3"))
     assert proof.exit_code == 0
     (server,) = proof.plan.servers
     (backend,) = (flag for flag in server.flags if flag.name == "--moe-runner-backend")
@@ -175,9 +175,11 @@ def test_a_variable_stays_only_where_it_helps(
     def audits(current, ground, timeout, progress):  # type: ignore[no-untyped-def]
         names = {one.name for one in current.shared}
         seen.append(names)
-        findings = [_finding("DSV900", "SGLANG_OPT_USE_TILELANG_INDEXER=1")]
+        other = "From a later release on it is the default (SGLANG_OPT_FP8_WO_A_GEMM=1)."
+        findings = [_finding("DSV901", other)]
+        findings += [_finding("DSV900", "Export SGLANG_OPT_USE_TILELANG_INDEXER=1.")]
         if "SGLANG_SM120_FLASHMLA_BACKEND" not in names:
-            findings.append(_finding("DSV201", "SGLANG_SM120_FLASHMLA_BACKEND=triton."))
+            findings.append(_finding("DSV201", "Export SGLANG_SM120_FLASHMLA_BACKEND=triton."))
         return tuple(_report(current, ground, server, findings) for server in current.servers)
 
     monkeypatch.setattr(proving, "_audits", audits)

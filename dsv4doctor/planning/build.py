@@ -12,7 +12,7 @@ from typing import Any
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.facts.files import shown
-from dsv4doctor.models import Gpu, GpuFacts
+from dsv4doctor.models import Gpu, GpuFacts, TreeFeatures
 from dsv4doctor.planning import settings, topology
 from dsv4doctor.planning.layout import Part, Plan, Ports, Server, Setting
 from dsv4doctor.planning.ports import Allotment
@@ -62,6 +62,7 @@ class Ground:
 
     target: Target
     release: Release
+    features: TreeFeatures
     gpus: tuple[Gpu, ...]
     divisors: tuple[int, ...]
     is_busy: Callable[[int], bool] | None
@@ -80,7 +81,8 @@ def ground(ask: Ask, target: Target, is_busy: Callable[[int], bool] | None) -> G
     config = target.checkpoint.text_config
     divided = ("num_attention_heads", "n_routed_experts", "o_groups")
     divisors = topology.sizes_allowed(*(_number(config, name) for name in divided))
-    return Ground(target, read_release(Path(target.tree.root)), gpus, divisors, is_busy)
+    root = Path(target.tree.root)
+    return Ground(target, read_release(root), read_features(root), gpus, divisors, is_busy)
 
 
 def plan(ask: Ask, on: Ground) -> Plan:
@@ -205,7 +207,7 @@ def _dist_init(ask: Ask, ports: Allotment, number: int) -> int:
 def _size(part: Part, side: Side, wanted: Wanted, on: Ground) -> Size:
     return size(
         on.target.checkpoint,
-        read_features(Path(on.target.tree.root)),
+        on.features,
         memory=min(gpu.memory_bytes for gpu in side.gpus),
         ranks=len(side.gpus),
         load=Load(wanted.context, wanted.requests, wanted.draft_tokens),

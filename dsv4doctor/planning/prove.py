@@ -15,7 +15,6 @@ from pathlib import Path
 from dsv4doctor import fixes
 from dsv4doctor.audit import Settings, audit, run_rules, undetermined
 from dsv4doctor.errors import DoctorError
-from dsv4doctor.facts.features import read_features
 from dsv4doctor.fixes.fix import Change, Choice
 from dsv4doctor.models import (
     Alternative,
@@ -25,6 +24,7 @@ from dsv4doctor.models import (
     Launch,
     Report,
     Severity,
+    TreeFeatures,
 )
 from dsv4doctor.planning.build import Ground
 from dsv4doctor.planning.layout import Plan, Server, Setting
@@ -34,7 +34,8 @@ from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.target import Target
 from dsv4doctor.trace.session import TraceRequest, trace_launches
 
-_ASSIGNMENT = re.compile(r"\b(SGLANG_\w+)=([\w.]+)")
+_ASSIGNMENT = re.compile(r"\b[Ee]xport (SGLANG_\w+)=(\w+)")
+"""As remedies tell to set a variable; one that is only mentioned may be another release's."""
 _GRAPHS = "--cuda-graph-max-bs-decode"
 _CAP = re.compile(r"--cuda-graph-max-bs(?:-decode)? (\d{1,5})\b")
 _MEMORY = "DSV601"
@@ -97,7 +98,7 @@ def prove(plan: Plan, on: Ground, timeout: float, progress: Progress | None = No
         reports = _audits(current, on, timeout, progress)
         if patches is None:  # of the launch as asked for, before anything is given up
             patches = helpful_patches(reports[0].facts, Path(on.target.tree.root))
-        changed = _changed(current, reports, tried)
+        changed = _changed(current, reports, tried, on.features)
         if changed is None:
             break
         current = _with_variables(changed, plan, tried)
@@ -171,7 +172,9 @@ def _request(target: Target) -> TraceRequest:
 # ------------------------------------------------------------------------------ what is needed
 
 
-def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
+def _changed(
+    plan: Plan, reports: Sequence[Report], tried: _Try, known: TreeFeatures
+) -> Plan | None:
     """The plan with other flags, or with other variables in `tried`; None: nothing to change."""
     useless = [name for name, rule in tried.rules.items() if rule in _rules(reports)]
     for name in useless:
@@ -194,7 +197,7 @@ def _changed(plan: Plan, reports: Sequence[Report], tried: _Try) -> Plan | None:
     if capped is not None:
         return capped
     added = False
-    for finding, name, value in _variables(reports, plan, tried):
+    for finding, name, value in _variables(reports, plan, tried, known):
         tried.variables[name] = Setting(name, (value,), f"{finding.rule}: {finding.message}")
         tried.rules[name] = finding.rule
         added = True
@@ -231,19 +234,15 @@ def _way(report: Report) -> Alternative | None:
 
 
 def _variables(
-    reports: Sequence[Report], plan: Plan, tried: _Try
+    reports: Sequence[Report], plan: Plan, tried: _Try, known: TreeFeatures
 ) -> Iterator[tuple[Finding, str, str]]:
     """What remedies tell to set, where this SGLang knows the variable and nobody has set it."""
-    known = (
-        read_features(Path(reports[0].facts.trace.sglang.root)) if reports[0].facts.trace else None
-    )
     taken = {one.name for one in plan.shared} | tried.rejected
     for report in reports:
         for finding in report.findings:
             text = finding.remedy.text if finding.remedy else ""
             for name, value in _ASSIGNMENT.findall(text):
-                value = value.rstrip(".")
-                if known is None or name not in known.environment_defaults or name in taken:
+                if name not in known.environment_defaults or name in taken:
                     continue
                 if finding.severity is not Severity.INFO:
                     taken.add(name)
