@@ -64,14 +64,16 @@ _COMPLETE = "_DSV4DOCTOR_COMPLETE"
 @click.version_option(__version__, prog_name="dsv4doctor")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """A doctor for serving DeepSeek-V4 with SGLang: which kernel every routed-expert layer
-    really runs on this GPU, why, and whether that works, before a server is started.
+    """A doctor for serving DeepSeek-V4 with SGLang: which kernel every hot path really
+    reaches on this GPU, why, whether that works, and what mends it, before a server is started.
 
     \b
     Examples:
       dsv4doctor check --launch serve.sh
       dsv4doctor check /models/DeepSeek-V4-Flash-NVFP4 --arch sm_120 --sglang 0.5.23 -- --tp 4
       dsv4doctor trace-moe --draft --why --launch serve.sh
+      dsv4doctor fix --launch serve.sh --diff
+      dsv4doctor diagnose server.log
       dsv4doctor snapshot -o box.json --launch serve.sh
     """
     if ctx.invoked_subcommand is None:
