@@ -6,12 +6,12 @@ A remedy is only worth printing when this SGLang really resolves it to something
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.facts.snapshot import redacted_flags
-from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
+from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value, without, without_speculation
 from dsv4doctor.models import Alternative, Layer, Role, StoredFormat, Trace, Verdict
 from dsv4doctor.verdicts import drops_clamp, format_needed
 
@@ -24,6 +24,8 @@ _BACKENDS = {
 
 
 _NO_DRAFT = " without speculative decoding"
+_QUANTIZATION = "--quantization"
+_HYBRID_METHOD = "ModelOptNvFp4FusedMoEMethod"
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,21 @@ def candidates(
     """
     backends = _BACKENDS.get(stored, ()) if stored else ()
     found: dict[tuple[str, ...], Candidate] = {tuple(sorted(flags)): Candidate("", ())}
-    for candidate in _candidates(trace, tuple(flags), backends, clamp_lost):
-        found.setdefault(tuple(sorted(candidate.flags)), candidate)
+    base, note = tuple(flags), ""
+    if stored is StoredFormat.NVFP4 and _misquantised(trace, flags):
+        base, note = without(flags, (_QUANTIZATION,)), f" without {_QUANTIZATION}"
+        found[tuple(sorted(base))] = Candidate(f"the same flags{note}", base)
+    for candidate in _candidates(trace, base, backends, clamp_lost):
+        named = replace(candidate, change=f"{candidate.change}{note}")
+        found.setdefault(tuple(sorted(candidate.flags)), named)
     return tuple(found.values())[1:]
+
+
+def _misquantised(trace: Trace, flags: Sequence[str]) -> bool:
+    """True where --quantization keeps the main experts from the method of a hybrid checkpoint:
+    with it no backend helps."""
+    methods = {layer.quant_method for layer in trace.of(Role.MAIN)}
+    return flag_value(flags, _QUANTIZATION) is not None and methods != {_HYBRID_METHOD}
 
 
 def _candidates(

@@ -32,6 +32,8 @@ from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
 from dsv4doctor.verdicts import drops_clamp, judge, judge_path
 
 Progress = Callable[[str], None]
+_EXPERTS = ("DSV1", "DSV3")
+"""The rules about routed experts and their formats."""
 _SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.ERROR)
 
 
@@ -81,19 +83,18 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     texts = call_texts(Path(target.tree.root), trace.layers)
     stand_on = grounds(target.snapshot.stack, target.tree)
     trace = judged(trace, texts, stand_on)
-    tried: tuple[Alternative, ...] = ()
-    if settings.alternatives and _needs_another(trace):
-        tried = _alternatives(request, trace, texts, stand_on, settings, progress)
     facts = Facts(
         snapshot=target.snapshot,
         arch=target.arch,
         arch_source=target.arch_source,
         trace=trace,
         call_texts=texts,
-        alternatives=tried,
         notes=(*target.notes, *_no_draft(trace, settings.roles)),
         features=read_features(Path(target.tree.root)),
     )
+    if settings.alternatives and _needs_another(trace):
+        tried = _alternatives(request, facts, stand_on, settings, progress)
+        facts = replace(facts, alternatives=tried)
     results = run_rules(RULES, facts)
     ended = time.monotonic()
     timings = {
@@ -162,12 +163,13 @@ def _needs_another(trace: Trace) -> bool:
 
 def _alternatives(
     request: TraceRequest,
-    trace: Trace,
-    texts: Mapping[str, str],
+    facts: Facts,
     stand_on: Grounds,
     settings: Settings,
     progress: Progress | None,
 ) -> tuple[Alternative, ...]:
+    trace, texts = facts.trace, facts.call_texts
+    assert trace is not None
     has_clamp = bool(request.checkpoint.text_config.get("swiglu_limit"))
     lost = has_clamp and any(
         drops_clamp(layer, text_at(texts, layer)) for layer in trace.of(Role.MAIN)
@@ -184,7 +186,7 @@ def _alternatives(
     ]
     results = trace_launches(requests, use_cache=settings.use_cache, timeout=settings.timeout)
     return tuple(
-        _alternative(option, result, Path(request.tree.root), stand_on, has_clamp)
+        _alternative(option, result, facts, stand_on, has_clamp)
         for option, result in zip(options, results, strict=True)
     )
 
@@ -192,14 +194,30 @@ def _alternatives(
 def _alternative(
     option: Candidate,
     result: Trace | DoctorError,
-    root: Path,
+    facts: Facts,
     stand_on: Grounds,
     has_clamp: bool,
 ) -> Alternative:
     if isinstance(result, DoctorError):
         return outcome(option, result, {}, has_clamp)
-    texts = call_texts(root, result.layers)
-    return outcome(option, judged(result, texts, stand_on), texts, has_clamp)
+    texts = call_texts(Path(result.sglang.root), result.layers)
+    trace = judged(result, texts, stand_on)
+    found = outcome(option, trace, texts, has_clamp)
+    if found.problem is not None:
+        return found
+    return replace(found, problem=_left(replace(facts, trace=trace, call_texts=texts), found))
+
+
+def _left(facts: Facts, option: Alternative) -> str | None:
+    """The error about the routed experts that stays with `option`'s flags; None: there is none."""
+    launch = facts.snapshot.launch
+    if launch is not None:
+        changed = replace(launch, flags=option.flags)
+        facts = replace(facts, snapshot=replace(facts.snapshot, launch=changed))
+    for result in run_rules([rule for rule in RULES if rule.id.startswith(_EXPERTS)], facts):
+        if any(finding.severity is Severity.ERROR for finding in result.findings):
+            return f"leaves {result.rule}, {result.title}"
+    return None
 
 
 # ------------------------------------------------------------------------------ rules

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from dsv4doctor.alternatives import Candidate, candidates, outcome, without, without_speculation
-from dsv4doctor.audit import judged
+from dsv4doctor.audit import _left, judged
 from dsv4doctor.errors import UndeterminedError
-from dsv4doctor.models import Layer, SglangError, StoredFormat, Trace
+from dsv4doctor.models import Alternative, Layer, SglangError, StoredFormat, Trace
 from dsv4doctor.rules.samples import (
     CALL_WITHOUT_CLAMP,
     DRAFT_CUTLASS,
@@ -122,3 +122,32 @@ def test_a_dropped_clamp_is_a_problem_of_models_that_have_one() -> None:
 
 def test_a_failed_trace_is_a_problem() -> None:
     assert outcome(_CANDIDATE, UndeterminedError("killed"), {}, True).problem == "the trace failed"
+
+
+_QUANTISED = (*_PLAIN, "--quantization", "modelopt_fp4")
+
+
+def test_a_quantization_that_spoils_the_experts_is_taken_out_of_every_candidate() -> None:
+    spoilt = replace(MAIN_TRTLLM[0], quant_method="ModelOptNvFp4OnlineFusedMoEMethod")
+    tried = candidates(_trace(spoilt), _QUANTISED, _NVFP4, clamp_lost=False)
+    assert [one.flags for one in tried] == [
+        _PLAIN,
+        (*_PLAIN, "--moe-runner-backend", "flashinfer_cutlass"),
+        (*_PLAIN, "--moe-runner-backend", "marlin"),
+    ]
+    assert all(one.change.endswith(" without --quantization") for one in tried)
+    right = candidates(_trace(*MAIN_TRTLLM), _QUANTISED, _NVFP4, clamp_lost=False)
+    assert all("--quantization" in one.flags for one in right)
+
+
+def test_nothing_runs_that_leaves_an_error_about_the_experts() -> None:
+    online = [
+        replace(layer, quant_method="ModelOptNvFp4OnlineFusedMoEMethod")
+        for layer in MAIN_NVFP4_CUTLASS
+    ]
+    spoilt = facts("sm_120", online, flags=_QUANTISED)
+    option = Alternative("x", _QUANTISED, None)
+    problem = _left(spoilt, option)
+    assert problem is not None
+    assert problem.startswith("leaves DSV301")
+    assert _left(spoilt, replace(option, flags=_PLAIN)) is None
