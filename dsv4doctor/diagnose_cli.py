@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -86,12 +87,13 @@ def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
     from dsv4doctor.diagnose.render import summary
     from dsv4doctor.diagnose.run import diagnose
 
+    _refuse_own_log(log, options["output"])
     check_writable(options["output"])
     arch = None if options["arch"] == "auto" else options["arch"]
     report, failure = None, None
     with Progress() as progress:
         tree = _tree(options, progress)
-        progress.phase("reading the log")
+        progress.phase(_reading(log))
         diagnosis = diagnose(log, arch, progress.reading)
         if options["trace"]:
             try:
@@ -105,6 +107,28 @@ def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
             ctx.obj.update(format="console")  # standard output has its one JSON object
         raise failure
     ctx.exit(diagnosis.exit_code)
+
+
+def _refuse_own_log(log: str, output: str | None) -> None:
+    """UsageError where the output would take the place of the log, through a link too."""
+    if output is None:
+        return
+    try:
+        read = os.fstat(0) if log == "-" else os.stat(log)
+        is_same = os.path.samestat(read, os.stat(output)) and stat.S_ISREG(read.st_mode)
+    except (OSError, ValueError):
+        return  # there is no such file yet, or reading it says what is wrong
+    if is_same:
+        raise UsageError(f"-o {output[:500]} names the log itself", "give another file")
+
+
+def _reading(log: str) -> str:
+    try:
+        if log != "-" and stat.S_ISFIFO(os.stat(log).st_mode):
+            return f"reading the pipe {log[:200]}, as soon as somebody writes to it"
+    except (OSError, ValueError):
+        pass
+    return "reading the log"
 
 
 def _tree(options: dict[str, Any], progress: Progress) -> SglangTree | None:

@@ -42,7 +42,7 @@ def explain(name: str) -> str:
     known = [module.RULE.id for module in MODULES] + [entry.id for entry in signatures()]
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4) or known[:3]
     raise UsageError(
-        f"{name[:60]}: no such rule or signature",
+        f'"{name[:60]}": no such rule or signature',
         f"closest: {', '.join(near)}; `dsv4doctor explain --list` shows all",
     )
 

@@ -58,7 +58,7 @@ class Stripper:
         text = raw.decode("utf-8", "replace")
         if "\x1b" in text:
             text = _ANSI.sub("", text)
-        message, time, is_partial = _unwrapped(text)
+        message, time, is_partial = unwrapped(text)
         message = self._partial + message
         if is_partial and len(message) < _MAX_PARTIAL:
             self._partial = message
@@ -68,7 +68,7 @@ class Stripper:
         return [_line(part, number, time) for part in parts[-200:]] or [Line(number, "", time)]
 
 
-def _unwrapped(text: str) -> tuple[str, str | None, bool]:
+def unwrapped(text: str) -> tuple[str, str | None, bool]:
     """The message without what collected it; its time; whether more of it follows."""
     if text.startswith("[20"):
         return text, None, False  # SGLang's own prefix: nothing collected it

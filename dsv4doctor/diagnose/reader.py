@@ -15,6 +15,9 @@ from dsv4doctor.errors import UsageError
 BLOCK = 1 << 20
 MAX_LINE = 1 << 20
 """Bytes of a line that are kept; the rest of a longer one is dropped."""
+_CONTROLS = bytes(sorted({*range(32), 127} - set(b"\b\t\n\v\f\r\x1b")))
+_MOST_CONTROLS, _MOST_DAMAGED = 0.05, 0.3
+_SAMPLE = 1 << 16
 
 Progress = Callable[[int, "int | None"], None]
 """Told the bytes read and, where known, the bytes of the file."""
@@ -104,9 +107,23 @@ def _decoder(first: bytes, name: str) -> Callable[[bytes], bytes]:
         if first.startswith(mark):
             reader = codecs.getincrementaldecoder(encoding)("replace")
             return lambda block: reader.decode(block).encode("utf-8", "replace")
-    if first.count(b"\0") > len(first) // 10:
+    if not _is_text(first):
         raise UsageError(f"{name}: not a text file", "give the server's log, or a .gz of it")
     return lambda block: block
+
+
+def _is_text(first: bytes) -> bool:
+    """Whether the first block of a file can be a log's.
+
+    Random or packed bytes are one tenth control characters and mostly no UTF-8; a log in another
+    encoding has no control characters, and one with binary garbage in it has few of either.
+    """
+    controls = len(first) - len(first.translate(None, _CONTROLS))
+    if controls > len(first) * _MOST_CONTROLS:
+        return False
+    sample = first[:_SAMPLE]
+    damaged = sample.decode("utf-8", "replace").count("\ufffd")
+    return damaged <= len(sample) * _MOST_DAMAGED
 
 
 def _rest(block: bytes) -> bytes:

@@ -14,6 +14,7 @@ from dsv4doctor import __version__
 from dsv4doctor.diagnose.evidence import Evidence, evidence
 from dsv4doctor.diagnose.judge import Diagnosis, Match, RankedCause
 from dsv4doctor.diagnose.lines import Line, rank_number
+from dsv4doctor.diagnose.signature import NOTE
 from dsv4doctor.jsonio import dump, to_plain
 from dsv4doctor.models import SglangTree
 
@@ -38,6 +39,9 @@ def summary(diagnosis: Diagnosis) -> str:
         return f"{top.signature.id}: {top.signature.title}, line {top.line.number}"
     if diagnosis.unexplained:
         return f"an error that no signature explains, line {diagnosis.unexplained[0].number}"
+    notes = [match for match in diagnosis.matches if match.signature.tier == NOTE]
+    if notes:
+        return f"nothing wrong found; a note: {notes[0].signature.id}, {notes[0].signature.title}"
     return "nothing wrong found"
 
 
@@ -89,6 +93,8 @@ def _console_lines(diagnosis: Diagnosis, tree: SglangTree | None) -> Iterator[_R
     for match in diagnosis.matches:
         if match.signature.tier == 2:
             yield "dim", 0, f"line {match.line.number}: {match.message}"
+        elif match.signature.tier == NOTE:
+            yield from _note_lines(match)
 
 
 def _header(diagnosis: Diagnosis) -> str:
@@ -163,6 +169,14 @@ def _unexplained_lines(diagnosis: Diagnosis) -> Iterator[_Row]:
         yield "", 2, f"{_at(line)}: {_shown(line)}"
     if count > _SHOWN_ERRORS:
         yield "", 2, f"and {count - _SHOWN_ERRORS} more"
+
+
+def _note_lines(match: Match) -> Iterator[_Row]:
+    """What slows a server that works."""
+    title = f"note: {match.signature.title} [{match.signature.id}]"
+    yield "cyan", 0, title
+    yield "", 2, f"{_at(match.line)}{_where(match)}: {match.message}"
+    yield "", 2, f"fix: {match.causes[0].remedy}"
 
 
 def _where(match: Match) -> str:
@@ -249,6 +263,7 @@ def _match(match: Match, tree: SglangTree | None) -> dict[str, Any]:
         "title": signature.title,
         "severity": signature.severity.value,
         "is_consequence": signature.tier == 2,
+        "is_note": signature.tier == NOTE,
         "message": match.message,
         "at": _line(match.line),
         "ranks": list(match.ranks),

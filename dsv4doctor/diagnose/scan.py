@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dsv4doctor.diagnose.lines import MAX_TEXT, Line, Stripper
+from dsv4doctor.diagnose.payloads import Payloads
 from dsv4doctor.diagnose.signature import Signature
 from dsv4doctor.diagnose.traces import Traceback, Tracebacks
 
@@ -33,7 +34,8 @@ GATES = (
     b"illegal memory", b"out of memory", b"Not enough memory", b"unrecognized", b"oom-kill",
     b"affinity", b"membind", b"exit code", b"sigquit", b"core dumped", b"terminate called",
     b"Traceback", b"speculative algorithm", b"attn-backend", b"ne-shot", b"neshot", b"KeyError",
-    b"load weight",
+    b"load weight", b"ddress already", b"EADDRINUSE", b"egmentation", b"egfault", b"/KILL",
+    b"/SEGV", b"ode 137", b"ode 139", b"ode: 137", b"ode: 139",
 )  # fmt: skip
 """A chunk without any of these holds nothing to look at."""
 
@@ -43,8 +45,7 @@ _BORING = re.compile(
     rb"|[\w.-]{1,60} {1,20}\| )?"
     rb"(?:\x1b\[[0-9;]{0,12}m)?\[20\d\d-[\d.,: -]{10,24}[A-Z0-9_ ]{0,60}\] "
     rb"(?:(?:Decode|Prefill) batch(?: \[\d+\])?[^\[\]{}='\n]{0,900}"
-    rb"|INFO:[^\n]{0,40} - \"[A-Z]{3,7} [^\"\n]{1,300}\" 200 OK"
-    rb"|Finish: obj=[^\n]{0,400})"
+    rb"|INFO:[^\n]{0,40} - \"[A-Z]{3,7} [^\"\n]{1,300}\" 200 OK)"
     rb"(?:\\n\",\"stream\"[^\n]{0,100})?(?:\x1b\[0?m)?\r?$"
 )
 _LAYER = re.compile(
@@ -58,6 +59,12 @@ _ERROR_START = re.compile(
 )
 _ERROR_INSIDE = ("Scheduler hit an exception", "core dumped", " ERROR ", "[ERROR]", "ERROR:",
                  " FATAL ", "CUDA error:", " error: ")  # fmt: skip
+_NO_FAILURE = re.compile(
+    r"KeyboardInterrupt|(?:asyncio\.exceptions\.)?CancelledError"
+    r"|longer than the model's context length|exceeds the model's (?:maximum )?context length"
+    r"|exceeds the maximum allowed length|RequestValidationError|ClientDisconnect"
+)
+"""An error line with this tells of the user who ended the server, or of a client's mistake."""
 _PROGRESS = ("Load weight", "Loading", "avail mem", "ready to roll", "Uvicorn running",
              "startup complete", "Memory pool", "Cache is allocated", "Prefill batch",
              "Decode batch")  # fmt: skip
@@ -138,6 +145,7 @@ class Scanner:
         self._seen = Observation()
         self._tracebacks = Tracebacks()
         self._stripper = Stripper()
+        self._payloads = Payloads()
         self._recent: deque[str] = deque(maxlen=BEFORE)
         self._skipped: list[bytes] = []
         self._pending: list[Sighting] = []
@@ -150,7 +158,12 @@ class Scanner:
         lines = chunk.split(b"\n")
         lines.pop()
         first = self._seen.lines + 1
-        left = [line for line in lines if not boring(line)]
+        if self._payloads.may_touch(chunk):
+            left, served = self._payloads.without(lines, boring)
+            if served is not None:
+                self._seen.progress_line = first + served
+        else:
+            left = [line for line in lines if not boring(line)]
         if left:
             joined = b"\n".join(left)
             is_start = self._seen.size < _START_BYTES
@@ -165,7 +178,7 @@ class Scanner:
             else:
                 self._skipped = left[-BEFORE:]
         if len(left) < len(lines):
-            last = next(at for at in reversed(range(len(lines))) if boring(lines[at]))
+            last = next((at for at in reversed(range(len(lines))) if boring(lines[at])), -1)
             self._seen.progress_line = max(self._seen.progress_line, first + last)
         self._seen.lines += len(lines)
         self._seen.size += len(chunk)
@@ -214,6 +227,7 @@ class Scanner:
             self._argument(line)
         if any(word in text for word in _PROGRESS):
             self._seen.progress_line = line.number
+        began = self._tracebacks.first_line
         ended = self._tracebacks.take(line)
         if any(word in text for word in _LAYER_WORDS):
             named = _LAYER.search(text)
@@ -223,7 +237,16 @@ class Scanner:
                 if any(literal in text for literal in signature.literals):
                     self._try(signature, line, text)
         if ended or _ERROR_START.match(text) or any(word in text for word in _ERROR_INSIDE):
-            self._error(line)
+            if _NO_FAILURE.search(text) is None:
+                self._error(line)
+            elif ended and began is not None:
+                self._forget(began)
+
+    def _forget(self, number: int) -> None:
+        """The error line that opened a traceback on line `number` reported no failure."""
+        if self._seen.errors and self._seen.errors[-1].number == number:
+            self._seen.errors.pop()
+            self._last_error = ""
 
     def _note_serving(self) -> None:
         if not self._recent or self._recent[-1] != SERVING:

@@ -21,6 +21,8 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parent.parent / "rules" / "signatures"
+NOTE = 3
+"""The tier of what only slows a server that works."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Signature:
     engine: str
     """"sglang", "vllm" or "any": whose logs it is looked for in."""
     tier: int
-    """0: names the root cause; 1: generic; 2: follows from something else."""
+    """0: names the root cause; 1: generic; 2: follows from something else; 3: a note, the
+    server works."""
     literals: tuple[str, ...]
     """A line without any of these is not looked at."""
     patterns: tuple[re.Pattern[str], ...]

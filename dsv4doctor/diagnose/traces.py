@@ -55,6 +55,11 @@ class Tracebacks:
     def is_open(self) -> bool:
         return self._open is not None
 
+    @property
+    def first_line(self) -> int | None:
+        """Where the traceback that is being read began."""
+        return self._open.first_line if self._open is not None else None
+
     def take(self, line: Line) -> bool:
         """Whether `line` ends a traceback."""
         if _BEGIN in line.text:
