@@ -10,6 +10,7 @@ from typing import Any
 
 from dsv4doctor import jsonio
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import regular_size
 from dsv4doctor.models import Severity
 
 SCHEMA = "dsv4doctor-baseline/1"
@@ -45,6 +46,8 @@ class Baseline:
 def read(path: Path, *, may_be_missing: bool = False) -> Baseline:
     """The baseline in `path`; UsageError names the file and what is wrong in it."""
     try:
+        if path.exists() and regular_size(path, _AGAIN) > _LIMIT:
+            raise UsageError(f"--baseline {path}: over {_LIMIT >> 20} MiB", _AGAIN)
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         if may_be_missing:
@@ -72,4 +75,5 @@ def render(entries: Iterable[Entry]) -> str:
     return jsonio.dump({"schema": SCHEMA, "findings": ordered})
 
 
+_LIMIT = 64 << 20  # bytes
 _AGAIN = "write it again with --update-baseline"

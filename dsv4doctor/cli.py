@@ -203,6 +203,7 @@ def report_launch(
     update = options.get("update_baseline", False)
     said = _said(ctx, options)
     planned = checking.plan(said, options["targets"], checking.read_config(options["config"]))
+    checking.check_outputs(planned, options["output"], files)
     checking.check_baseline(planned, update)
     settings = Settings(
         roles=tuple(Role(role) for role in roles),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsv4doctor.errors import UsageError
-from dsv4doctor.facts.files import shown
+from dsv4doctor.facts.files import regular_size, shown
 from dsv4doctor.gate import Suppression
 from dsv4doctor.models import ARCHS
 
@@ -75,12 +75,16 @@ def _is_ours(project: Path) -> bool:
 
 def read(path: Path) -> Config:
     """The configuration in `path`; UsageError names the file, the key and what is wrong."""
+    if regular_size(path, "see --config") > _LIMIT:
+        raise UsageError(f"{path}: over {_LIMIT >> 20} MiB", "see --config")
     try:
         plain = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})", "see --config") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: not TOML ({type(error).__name__})") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 (byte {error.start})") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: nested too deeply") from error
     except ValueError as error:  # TOMLDecodeError, and what int() and dates refuse
         said = str(error).partition(";")[0]
         raise UsageError(f"{path}: not TOML ({shown(said)})") from error
@@ -92,6 +96,7 @@ def read(path: Path) -> Config:
 
 # ------------------------------------------------------------------------------ keys
 
+_LIMIT = 1 << 20  # bytes
 _ARCHS = ("auto", *ARCHS)
 _FAIL_ON = ("error", "warning", "never")
 _SETTINGS = (

@@ -75,6 +75,8 @@ def check_writable(output: str | None, flag: str = "--output") -> None:
     if output is None:
         return
     hint = "give another file"
+    if os.path.isdir(output):
+        raise UsageError(f"{flag} {output}: a folder", hint)
     try:
         in_place = _is_special(output)
     except OSError as error:
