@@ -125,7 +125,9 @@ def fingerprint(finding: Finding, facts: Facts) -> str:
             layer.kernel.symbol if layer.kernel else "",
         ]
         raised += [layer.error.type] if layer.error else []
-    return hashlib.sha256("\0".join([*parts, *raised]).encode()).hexdigest()[:32]
+    text = "\0".join([*parts, *raised])
+    # "backslashreplace": a file name may be no text.
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:32]
 
 
 def _layer(finding: Finding, facts: Facts) -> Layer | None:

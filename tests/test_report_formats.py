@@ -40,6 +40,17 @@ def test_formats_are_pure(name: str) -> None:
     assert RENDERERS[name](reporting.several()) == RENDERERS[name](reporting.several())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_script_whose_name_is_no_text(name: str) -> None:
+    story = reporting.story()
+    launch = story.snapshot.launch
+    assert launch is not None
+    named = replace(launch, source="n\udcff.sh", line=1)
+    run = _run(reporting.report(replace(story, snapshot=replace(story.snapshot, launch=named))))
+    assert RENDERERS[name](run).encode("utf-8", "backslashreplace")
+    assert name != "sarif" or "n%FF.sh" in RENDERERS[name](run)
+
+
 @pytest.mark.parametrize("color", [False, True])
 def test_hostile_text_does_not_steer_the_terminal(color: bool) -> None:
     style = console.Style(width=100, color=color, verbose=True, why=True)

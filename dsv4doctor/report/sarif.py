@@ -6,6 +6,7 @@ prove it are its related locations.  Without a script those lines are the locati
 
 from __future__ import annotations
 
+import os
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
@@ -146,11 +147,11 @@ def _script(file: str, line: int) -> dict[str, Any]:
 def _artifact(file: str, base: str) -> dict[str, str]:
     if is_absolute(file):
         return {"uri": PurePath(file).as_uri()}
-    return {"uri": quote(PurePath(file).as_posix()), "uriBaseId": base}
+    return {"uri": quote(os.fsencode(PurePath(file).as_posix())), "uriBaseId": base}
 
 
 def _folder(root: str) -> str:
-    return PurePath(root).as_uri() + "/" if is_absolute(root) else quote(root) + "/"
+    return PurePath(root).as_uri() + "/" if is_absolute(root) else quote(os.fsencode(root)) + "/"
 
 
 # ------------------------------------------------------------------------------ how it went
