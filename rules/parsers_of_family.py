@@ -40,7 +40,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             Severity.WARNING,
             _REASONING,
             f"{_TOOLS} is given and {_REASONING} is not",
-            "A model that thinks leaves its thinking in the answer, and tool calls in it are read.",
+            "The model's thinking stays in the answer, and a tool call that it only thought of is "
+            "taken for one.",
             "Add --reasoning-parser deepseek-v4.",
         )
     if flag(facts, _TEMPLATE) is not None and tools in (None, *_WRITES_PROMPTS):

@@ -95,8 +95,7 @@ def _shared_gpus(one: Facts, other: Facts, severity: Severity) -> Iterator[Findi
     if not shared:
         return
     yield _finding(
-        one,
-        other,
+        _names(one, other),
         _DEVICES,
         f"Both sides take GPU {', '.join(shared)}",
         "On one machine the second to start runs out of memory.",
@@ -125,7 +124,7 @@ def ports_of(facts: Facts) -> dict[str, str]:
 
 
 def router_ports(router: RouterLaunch) -> dict[str, str]:
-    found = {router.port: "the router's --port"}
+    found = {router.port: "--port"}
     if router.metrics_port is not None:
         found.setdefault(router.metrics_port, "the router's --prometheus-port")
     return found
@@ -135,23 +134,23 @@ def _shared_ports(one: Facts, other: Facts, severity: Severity) -> Iterator[Find
     mine, theirs = ports_of(one), ports_of(other)
     router = one.router or other.router
     for port in sorted(set(mine) & set(theirs)):
-        yield _port_finding(one, other, (port, mine[port], theirs[port]), severity)
+        clash = (port, mine[port], theirs[port])
+        yield _port_finding(_names(one, other), clash, severity)
     for port, what in router_ports(router).items() if router else ():
         for side, ports in ((one, mine), (other, theirs)):
             if port in ports:
-                where = f"{ports[port]} of the {name_of(side)} side"
-                yield _port_finding(one, other, (port, what, where), severity)
+                clash = (port, what, ports[port])
+                yield _port_finding(("router", name_of(side)), clash, severity)
 
 
 def _port_finding(
-    one: Facts, other: Facts, clash: tuple[str, str, str], severity: Severity
+    names: tuple[str, str], clash: tuple[str, str, str], severity: Severity
 ) -> Finding:
     port, mine, theirs = clash
     return _finding(
-        one,
-        other,
+        names,
         f"port {port}",
-        f"Two servers want port {port}: {mine} and {theirs}",
+        f"Two servers want port {port}: {names[0]} ({mine}) and {names[1]} ({theirs})",
         "The second to start stops with the address already in use.",
         [f"{port} ({mine})", f"{port} ({theirs})"],
         severity,
@@ -165,8 +164,7 @@ def _nodes(one: Facts, other: Facts) -> Iterator[Finding]:
     mine, theirs = bound_to(one), bound_to(other)
     if mine and mine == theirs and _several_nodes(one, other):
         yield _finding(
-            one,
-            other,
+            _names(one, other),
             "NUMA node",
             f"Both sides are bound to NUMA node {_list(mine)}",
             "They share its cores and its memory while another node idles.",
@@ -204,9 +202,12 @@ def _list(numbers: tuple[int, ...]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 
+def _names(one: Facts, other: Facts) -> tuple[str, str]:
+    return name_of(one), name_of(other)
+
+
 def _finding(
-    one: Facts,
-    other: Facts,
+    names: tuple[str, str],
     subject: str,
     what: str,
     consequence: str,
@@ -220,8 +221,8 @@ def _finding(
         message=f"{what}.",
         consequence=consequence,
         evidence=(
-            f"{name_of(one)}: {values[0]}",
-            f"{name_of(other)}: {values[1]}",
+            f"{names[0]}: {values[0]}",
+            f"{names[1]}: {values[1]}",
         ),
         remedy=Remedy(
             "Give each launch its own; `dsv4doctor plan pd` divides GPUs, ports and nodes."

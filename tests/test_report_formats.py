@@ -51,6 +51,12 @@ def test_a_script_whose_name_is_no_text(name: str) -> None:
     assert name != "sarif" or "n%FF.sh" in RENDERERS[name](run)
 
 
+def test_markdown_keeps_the_spaces_around_code() -> None:
+    assert (
+        markdown._prose("see `dsv4doctor fix` for `it` now") == "see `dsv4doctor fix` for `it` now"
+    )
+
+
 @pytest.mark.parametrize("color", [False, True])
 def test_hostile_text_does_not_steer_the_terminal(color: bool) -> None:
     style = console.Style(width=100, color=color, verbose=True, why=True)

@@ -137,9 +137,13 @@ def _prose(text: str) -> str:
     parts = " ".join(text.split()).split("`")
     if len(parts) % 2 == 0:
         return _text(text)
-    return "".join(f"`{part}`" if odd % 2 else _text(part) for odd, part in enumerate(parts))
+    return "".join(f"`{part}`" if odd % 2 else _escaped(part) for odd, part in enumerate(parts))
 
 
 def _text(text: str) -> str:
     """`text` as it is: no markup, no mention, no HTML, on one line."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
+    return _escaped(" ".join(text.split()))
+
+
+def _escaped(text: str) -> str:
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", text)
