@@ -10,9 +10,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 from dsv4doctor.models import SglangTree
 from dsv4doctor.wheels import default_cache, fetch_tree
+
+# The same examples each time, and none too slow on a busy machine: main stays green.  New examples
+# are looked for with --hypothesis-profile=default.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.load_profile("steady")
 
 SPECS = Path(__file__).parent / "checkpoints"
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from patching_trees import BOTH, FP8, KV, ONE, QUANT, contents, job, part_of
 
@@ -54,6 +54,7 @@ def test_text_comes_back_as_it_was(content: bytes) -> None:
     assert decoded.encode(decoded.body) == content
 
 
+@example(b"", b"\xef\xbb\xbf\xef\xbb\xbf\n")
 @given(sources(), sources())
 def test_any_new_text_can_be_written(old: bytes, new: bytes) -> None:
     body = text.decode(new).body

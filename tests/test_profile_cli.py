@@ -55,7 +55,10 @@ def _json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return document
 
 
-def test_console(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert run(["profile", trace]) == 0
     out, err = capsys.readouterr()
     for line in (

@@ -35,7 +35,9 @@ class Text:
         joined = "".join(line + end for line, end in zip(new, ends, strict=True))
         if not body.endswith("\n") and new:
             joined = joined[: -len(ends[-1])]
-        return ((_MARK if self.mark else "") + joined).encode("utf-8")
+        # A body that begins with a mark of its own needs the file's in front of it.
+        mark = _MARK if self.mark or joined.startswith(_MARK) else ""
+        return (mark + joined).encode("utf-8")
 
 
 def decode(content: bytes) -> Text:
