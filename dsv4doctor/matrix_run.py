@@ -142,6 +142,8 @@ class _Work:
                 self.tasks.put(_Task(release, arch))
         count = min(max(1, plan.jobs), self.tasks.qsize())
         # Daemons: a second interrupt ends the process at once, and the workers with it.
+        # Python 3.11's `ast` counts its depth for all threads together, and fails on it.
+        self.parsing = threading.Lock()
         self.threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
 
     def start(self) -> None:
@@ -183,11 +185,12 @@ class _Work:
             return [_failed(key, problem) for _, _, key in keys]
         try:
             outcomes = self._traced(task, tree, [(model, flags) for model, flags, _ in keys])
-            stand_on = self._grounds(tree)
-            return [
-                self._cell(key, model, tree, outcome, stand_on)
-                for (model, _, key), outcome in zip(keys, outcomes, strict=True)
-            ]
+            with self.parsing:
+                stand_on = self._grounds(tree)
+                return [
+                    self._cell(key, model, tree, outcome, stand_on)
+                    for (model, _, key), outcome in zip(keys, outcomes, strict=True)
+                ]
         except _Stopped:
             raise
         except Exception as error:  # one release must not take the others along
