@@ -53,7 +53,35 @@ def _apply(decorators: Sequence[Callable[[F], F]], function: F) -> F:
     return function
 
 
-_DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
+debug_option = click.option(
+    "--debug", is_flag=True, help="Show the traceback of an internal error."
+)
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write there instead of standard output.",
+)
+
+
+def timeout_option(text: str = "Limit for a trace.") -> Callable[[F], F]:
+    """--timeout of a command that takes it from the command line only."""
+    return click.option(
+        "--timeout",
+        type=Seconds(),
+        default=300.0,
+        show_default=True,
+        metavar="SECONDS",
+        help=text,
+    )
+
+
+def format_option(*formats: str) -> Callable[[F], F]:
+    """--format as the parameter `style`."""
+    return click.option(
+        "--format", "style", type=click.Choice(formats), default="console", show_default=True
+    )
 
 
 class Script(click.Path):
@@ -109,7 +137,7 @@ def facts_options(function: F, launch: Callable[[F], F] = _LAUNCH) -> F:
                 metavar="FILE",
                 help="Write there instead of standard output.",
             ),
-            _DEBUG,
+            debug_option,
         ],
         function,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4doctor.cli_options import Seconds
+from dsv4doctor.cli_options import debug_option, format_option, output_option, timeout_option
 from dsv4doctor.errors import DoctorError, UsageError
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, width
 
@@ -47,29 +47,10 @@ _ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
     metavar="KEY=VALUE",
     help="With --trace: environment variable of the server; several times.",
 )
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --trace: limit for it.",
-)
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["console", "json"]),
-    default="console",
-    show_default=True,
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write there instead of standard output.",
-)
-@click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
+@timeout_option("With --trace: limit for it.")
+@format_option("console", "json")
+@output_option
+@debug_option
 @click.pass_context
 def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
     """Say what went wrong in a server's LOG ("-": standard input): what came first, the likeliest

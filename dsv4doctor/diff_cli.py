@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dsv4doctor.cli_options import format_option, output_option
 from dsv4doctor.terminal import deliver, say, wants_color
 
 if TYPE_CHECKING:
@@ -16,23 +17,11 @@ if TYPE_CHECKING:
 @click.command("diff")
 @click.argument("predicted", type=click.Path(dir_okay=False, path_type=Path))
 @click.argument("recorded", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["console", "json", "markdown"]),
-    default="console",
-    show_default=True,
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write there instead of standard output.",
-)
+@format_option("console", "json", "markdown")
+@output_option
 @click.pass_context
 def diff_command(
-    ctx: click.Context, predicted: Path, recorded: Path, format_: str, output: str | None
+    ctx: click.Context, predicted: Path, recorded: Path, style: str, output: str | None
 ) -> None:
     """Compare PREDICTED, from `dsv4doctor trace --format json`, with RECORDED, written by a server
     that ran with DSV4DOCTOR_RECORD=FILE: per layer and hot path, what drifted.
@@ -48,11 +37,11 @@ def diff_command(
     from dsv4doctor.drift import compare, read_report
     from dsv4doctor.report import drift as rendering
 
-    ctx.obj.update(format=format_, output=output)
+    ctx.obj.update(format=style, output=output)
     comparison = compare(read_report(predicted), read_report(recorded))
-    if format_ == "json":
+    if style == "json":
         text = rendering.as_json(comparison)
-    elif format_ == "markdown":
+    elif style == "markdown":
         text = rendering.as_markdown(comparison)
     else:
         import sys

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4doctor.cli_options import FLAGS_KEY, FlagsCommand, Seconds
+from dsv4doctor.cli_options import (
+    FLAGS_KEY,
+    FlagsCommand,
+    debug_option,
+    format_option,
+    output_option,
+    timeout_option,
+)
 from dsv4doctor.terminal import (
     Progress,
     check_writable,
@@ -93,27 +100,12 @@ _INTERRUPTED = 130
     type=click.IntRange(1, 256),
     help="Traces side by side, 0.4 GB each. [default: the CPUs]",
 )
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Limit for a trace.",
-)
+@timeout_option()
 @click.option("--no-cache", is_flag=True, help="Trace again even if nothing has changed.")
-@click.option(
-    "--format", "style", type=click.Choice(_FORMATS), default="console", show_default=True
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write there instead of standard output.",
-)
+@format_option(*_FORMATS)
+@output_option
 @click.option("-v", "--verbose", is_flag=True, help="Also print why what runs does.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
+@debug_option
 @click.pass_context
 def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: Any) -> None:
     """Which release runs which checkpoint on which GPU, with which flags: a table of verdicts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dsv4doctor.cli_options import FLAGS_KEY, FlagsCommand, Seconds
+from dsv4doctor.cli_options import FLAGS_KEY, FlagsCommand, debug_option, timeout_option
 from dsv4doctor.terminal import Progress, deliver, say
 
 if TYPE_CHECKING:
@@ -126,15 +126,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option("--force", is_flag=True, help="Write over files that are there."),
     click.option("--explain", is_flag=True, help="Print every value with its reason."),
-    click.option(
-        "--timeout",
-        type=Seconds(),
-        default=300.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="Limit for a trace.",
-    ),
-    click.option("--debug", is_flag=True, help="Show the traceback of an internal error."),
+    timeout_option(),
+    debug_option,
 ]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsv4doctor.cli_options import debug_option, format_option, output_option
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, wants_color, width
 
 if TYPE_CHECKING:
@@ -36,13 +37,7 @@ _SEVERITIES = ("info", "warning", "error")
     metavar="N",
     help="Kernels shown in the terminal.",
 )
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["console", "json", "html"]),
-    default="console",
-    show_default=True,
-)
+@format_option("console", "json", "html")
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning", "never"]),
@@ -50,14 +45,8 @@ _SEVERITIES = ("info", "warning", "error")
     show_default=True,
     help="The least severity of a finding that gives exit code 1.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write there instead of standard output.",
-)
-@click.option("--debug", is_flag=True, help="Show the traceback of an internal error.")
+@output_option
+@debug_option
 @click.pass_context
 def profile_command(ctx: click.Context, /, trace: str, trace2: str | None, **options: Any) -> None:
     """Where the GPU's time goes in TRACE, a trace of the torch profiler (.json or .json.gz, of any

@@ -30,6 +30,7 @@ from dsv4doctor.fixes.fix import (
     Refused,
     Sources,
 )
+from dsv4doctor.fixes.reached import not_moved
 from dsv4doctor.models import Facts, Layer, Role, StoredFormat, Trace
 
 ID = "FIX101"
@@ -278,18 +279,8 @@ def needed(facts: Facts) -> str | None:
 def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
     if facts.trace is None or not _concerns(facts):
         return ()
-    wrong = []
-    planned = {layer.name for layer in facts.trace.layers if changes(layer)}
-    for layer in after.of(Role.DRAFT):
-        if layer.name not in planned:
-            continue
-        if changes(layer):
-            wrong.append(f"{layer.name} still gets {SM100_METHOD}")
-        elif layer.error is not None:
-            wrong.append(f"{layer.name}: {layer.error.type}: {layer.error.message}")
-        elif layer.kernel is None:
-            wrong.append(f"{layer.name} reaches no kernel: {layer.reason}")
-    return tuple(wrong)
+    before, now = facts.trace.of(Role.DRAFT), after.of(Role.DRAFT)
+    return not_moved(before, now, changes, f"still gets {SM100_METHOD}")
 
 
 # ------------------------------------------------------------------------ examples

@@ -27,6 +27,7 @@ from dsv4doctor.fixes.fix import (
     Refused,
     Sources,
 )
+from dsv4doctor.fixes.reached import not_moved
 from dsv4doctor.models import Facts, Layer, Role, Trace
 
 ID = "FIX102"
@@ -253,18 +254,8 @@ def needed(facts: Facts) -> str | None:
 def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
     if not facts.arch.is_sm12x or facts.trace is None:
         return ()
-    planned = {layer.name for layer in facts.trace.of(Role.MAIN) if _on_routed(layer)}
-    wrong = []
-    for layer in after.of(Role.MAIN):
-        if layer.name not in planned:
-            continue
-        if _on_routed(layer):
-            wrong.append(f"{layer.name} is still on {ROUTED}")
-        elif layer.error is not None:
-            wrong.append(f"{layer.name}: {layer.error.type}: {layer.error.message}")
-        elif layer.kernel is None:
-            wrong.append(f"{layer.name} reaches no kernel: {layer.reason}")
-    return tuple(wrong)
+    before, now = facts.trace.of(Role.MAIN), after.of(Role.MAIN)
+    return not_moved(before, now, _on_routed, f"is still on {ROUTED}")
 
 
 # ------------------------------------------------------------------------ examples

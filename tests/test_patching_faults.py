@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import py_compile
@@ -162,6 +163,14 @@ def patched(
     return place.now
 
 
+def _place(part: tuple[SglangTree, dict[str, Any]], folder: Path, action: str) -> Place:
+    """A fresh place, patched where `action` takes the fixes back."""
+    place = Place(part, folder / "place")
+    if action == "revert":
+        work.apply(place.job)
+    return place
+
+
 @pytest.mark.wheels
 @pytest.mark.parametrize("action", ["apply", "revert"])
 def test_an_error_at_any_step(
@@ -170,12 +179,8 @@ def test_an_error_at_any_step(
     tmp_path: Path,
     action: str,
 ) -> None:
-    number = 0
-    while True:
-        number += 1
-        place = Place(pristine_part, tmp_path / "place")
-        if action == "revert":
-            work.apply(place.job)
+    for number in itertools.count(1):
+        place = _place(pristine_part, tmp_path, action)
         with at_step(number, _fails) as made, contextlib.suppress(DoctorError):
             getattr(place, action)()
         if len(made) < number:
@@ -193,12 +198,8 @@ def test_killed_at_any_step(
     tmp_path: Path,
     action: str,
 ) -> None:
-    number = 0
-    while True:
-        number += 1
-        place = Place(pristine_part, tmp_path / "place")
-        if action == "revert":
-            work.apply(place.job)
+    for number in itertools.count(1):
+        place = _place(pristine_part, tmp_path, action)
         if action == "recover":
             _interrupt(place)
         if action == "apply":

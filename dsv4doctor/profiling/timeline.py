@@ -55,6 +55,10 @@ def _unpacked(run: array[int]) -> Iterator[Piece]:
     return zip(numbers, numbers, numbers, strict=True)
 
 
+_NEVER = (1 << 63, 1 << 63, 0)
+"""Behind every interval: what still runs then comes to its end."""
+
+
 def pieces(intervals: Iterable[Piece]) -> Iterator[Piece]:
     """The time in which something runs, cut up; `intervals` in order of their start.
 
@@ -64,7 +68,7 @@ def pieces(intervals: Iterable[Piece]) -> Iterator[Piece]:
     claims = 0  # a bit for every category that runs, that of highest claim lowest
     ends: list[tuple[int, int]] = []
     now = 0
-    for start, end, category in intervals:
+    for start, end, category in chain(intervals, (_NEVER,)):
         while ends and ends[0][0] <= start:
             stop, ended = heapq.heappop(ends)
             if stop > now:
@@ -80,14 +84,6 @@ def pieces(intervals: Iterable[Piece]) -> Iterator[Piece]:
             heapq.heappush(ends, (end, category))
             running[category] += 1
             claims |= 1 << category
-    while ends:
-        stop, ended = heapq.heappop(ends)
-        if stop > now:
-            yield now, stop, _lowest(claims)
-            now = stop
-        running[ended] -= 1
-        if not running[ended]:
-            claims ^= 1 << ended
 
 
 def _lowest(claims: int) -> int:
