@@ -131,7 +131,7 @@ def _digest(parts: Iterable[tuple[str, bytes, int]]) -> str:
 def _code_key() -> str:
     """A key over the code that makes facts: other code, other facts."""
     here = Path(__file__).parent
-    sources = [*sorted(here.glob("*.py")), here.parent / "models.py"]
+    sources = [*sorted(here.glob("*.py")), *sorted((here.parent / "models").glob("*.py"))]
     return _digest((source.name, source.read_bytes(), 0) for source in sources)
 
 
