@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from enum import Enum
 from typing import Any, TypeVar
@@ -34,8 +35,22 @@ def from_plain(plain: Any, kind: type[T], source: str) -> T:
     import cattrs  # only snapshots and cached traces are read back
 
     converter = cattrs.Converter(forbid_extra_keys=False)
+    converter.register_structure_hook(str, _text)
     try:
         return converter.structure(plain, kind)
     except Exception as error:
         first = cattrs.transform_error(error, path=source)[0]
-        raise UsageError(f"{source}: not what dsv4doctor writes ({first})") from error
+        problem, _, place = first.rpartition(" @ ")
+        field = place.removeprefix(source).lstrip(".") or "its contents"
+        why = _INTERNAL.sub("", problem)
+        raise UsageError(f"{source}: not what dsv4doctor writes ({field}: {why})") from error
+
+
+_INTERNAL = re.compile(r",? expected (?:an? )?[\w.\[\], |]+$| for type$|(?<=value) for type")
+
+
+def _text(value: object, kind: type[str]) -> str:
+    """A number is no text: cattrs would make it one."""
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value

@@ -16,7 +16,7 @@ import reporting
 
 from dsv4doctor import gate
 from dsv4doctor.cli_options import FORMATS
-from dsv4doctor.models import Run, Severity
+from dsv4doctor.models import Location, RouterLaunch, Run, Severity
 from dsv4doctor.report import console, github, html, junit, markdown, sarif
 from dsv4doctor.report import json as report_json
 from dsv4doctor.report.formats import RENDERERS
@@ -65,6 +65,25 @@ def test_hostile_text_does_not_steer_the_terminal(color: bool) -> None:
     assert set(re.findall(r"\x1b\[[0-9;]*m", text)) >= ({"\x1b[0m"} if color else set())
     text = re.sub(r"\x1b\[(?!31m\x00)[0-9;]*m", "", text) if color else text
     assert not set("\x1b\x00") & set(text)
+
+
+def test_what_is_about_the_router_is_told_at_its_script() -> None:
+    router = RouterLaunch("router.sh", 7, True, (), (), (), "0.0.0.0", "8000", None)
+    report = reporting.report(replace(reporting.story(), router=router))
+    first, *others = report.findings
+    about = replace(first, locations=(Location("router.sh", 7),))
+    told = replace(report, results=(replace(report.results[0], findings=(about, *others)),))
+    assert "file=router.sh,line=7" in github.render(_run(told))
+    [run] = _sarif(_run(told))
+    places = [_script_of(result) for result in run["results"]]
+    assert places.count("router.sh") == 1
+    assert len(places) == len(told.findings)
+
+
+def _script_of(result: dict[str, Any]) -> str:
+    [place] = result["locations"]
+    name: str = place["physicalLocation"]["artifactLocation"]["uri"]
+    return name
 
 
 # ------------------------------------------------------------------------------ SARIF

@@ -114,9 +114,13 @@ def _minimal() -> dict[str, object]:
         ("{}", "not a snapshot"),
         (json.dumps({"schema": "dsv4doctor-snapshot/99"}), "this dsv4doctor reads"),
         (json.dumps({**_minimal(), "gpu": 3}), "not what dsv4doctor writes"),
+        (json.dumps({**_minimal(), "created": 3}), r"\(created: invalid value\)"),
         (json.dumps({"schema": snapshot.SCHEMA}), "not what dsv4doctor writes"),
     ],
-    ids=["empty", "truncated", "deep", "list", "object", "newer", "wrong-type", "no-fields"],
+    ids=[
+        *("empty", "truncated", "deep", "list", "object", "newer"),
+        *("wrong-type", "number-for-text", "no-fields"),
+    ],
 )
 def test_bad_files_are_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "box.json"

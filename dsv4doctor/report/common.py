@@ -10,8 +10,12 @@ COMMAND_LINE = "command line"
 """How a launch without a script calls its source."""
 
 
-def script(facts: Facts) -> tuple[str, int] | None:
-    """The launch script and the line of its SGLang command: the user's own file to point at."""
+def script(facts: Facts, finding: Finding) -> tuple[str, int] | None:
+    """The user's own file to point at: the launch script and the line of its SGLang command, or
+    the router's script where the finding is about that."""
+    router = facts.router
+    if router is not None and any(one.file == router.source for one in finding.locations):
+        return router.source, max(1, router.line)
     launch = facts.snapshot.launch
     if launch is None or launch.source == COMMAND_LINE:
         return None

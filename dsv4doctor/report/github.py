@@ -25,8 +25,8 @@ def render(run: Run) -> str:
 
 def _report(report: Report, several: bool) -> Iterator[str]:
     name = f"{report.gate.target}: " if several else ""
-    place = script(report.facts)
     for finding in by_severity(report):
+        place = script(report.facts, finding)
         at = {"file": place[0], "line": str(place[1])} if place else {}
         title = f"{name}{finding.rule} {finding.subject}"
         yield _command(_COMMANDS[finding.severity], lines(finding), {**at, "title": title})

@@ -93,8 +93,9 @@ def _rule(name: str, title: str) -> dict[str, Any]:
 
 def _result(finding: Finding, report: Report) -> dict[str, Any]:
     mark = fingerprint(finding, report.facts)
-    proof = [_location(one) for one in finding.locations]
-    place = script(report.facts)
+    place = script(report.facts, finding)
+    own = place[0] if place is not None else None
+    proof = [_location(one) for one in finding.locations if one.file != own]
     where: dict[str, Any] = {"locations": proof}
     if place is not None:
         numbered = [{**one, "id": number} for number, one in enumerate(proof, 1)]
