@@ -50,7 +50,7 @@ _INTERNAL = re.compile(r",? expected (?:an? )?[\w.\[\], |]+$| for type$|(?<=valu
 
 
 def _text(value: object, kind: type[str]) -> str:
-    """A number is no text: cattrs would make it one."""
+    """A number is no text: cattrs would make it one.  Enums of text come here too."""
     if not isinstance(value, str):
         raise TypeError("not a text")
-    return value
+    return kind(value)
