@@ -101,7 +101,9 @@ def outcome(
 def _problem(trace: Trace, texts: Mapping[str, str], has_clamp: bool) -> str | None:
     if trace.errors:
         return f"SGLang raises {trace.errors[0].type}"
-    if trace.unresolved or not trace.layers:
+    speculates = trace.resolved_args.get("speculative_algorithm") is not None
+    roles = [Role.MAIN, Role.DRAFT] if speculates else [Role.MAIN]
+    if trace.unresolved or not all(trace.of(role) for role in roles):
         return "the trace stopped short"
     for layer in trace.layers:
         if layer.verdict not in (Verdict.RUNS, Verdict.FALLBACK):

@@ -133,17 +133,17 @@ def _part(
 
 
 def _stopped(trace: Trace, role: Role) -> Part | None:
-    """Why there are no layers of `role`, where SGLang or the trace stopped before them."""
+    """Why the layers of `role` are not there, or not all: SGLang or the trace stopped."""
     phases = ("arguments", role.value)
-    if trace.of(role):
-        return None
+    some = bool(trace.of(role))
     before = (Role.MAIN.value,) if role is Role.DRAFT and not trace.of(Role.MAIN) else ()
     for error in trace.errors:
         if error.phase.startswith((*phases, *before)):
             at = f" at {error.at.file}:{error.at.line}" if error.at else ""
             message = error.message.splitlines()[0][:200] if error.message else "no message"
             return Part(Verdict.FAILS, f"SGLang raises {error.type}{at}: {message}")
-    reason = next(iter(trace.unresolved), None)
+    stops = (text for text in trace.unresolved if not some or text.startswith(role.value))
+    reason = next(stops, None)
     return Part(Verdict.UNKNOWN, f"the trace stopped short: {reason}") if reason else None
 
 

@@ -110,6 +110,16 @@ def test_only_what_runs_everywhere_has_no_problem(layers: list[Layer], problem: 
     assert found.flags == ("--api-key", "[redacted]")
 
 
+def test_a_draft_that_is_not_there_does_not_run() -> None:
+    sample = facts("sm_120", [*MAIN_CUTLASS])
+    assert sample.trace is not None
+    trace = judged(sample.trace, sample.call_texts)
+    assert outcome(_CANDIDATE, trace, sample.call_texts, has_clamp=True).problem is None
+    trace = replace(trace, resolved_args={"speculative_algorithm": "EAGLE"})
+    found = outcome(_CANDIDATE, trace, sample.call_texts, has_clamp=True)
+    assert found.problem == "the trace stopped short"
+
+
 def test_a_dropped_clamp_is_a_problem_of_models_that_have_one() -> None:
     sample = facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITHOUT_CLAMP)
     assert sample.trace is not None

@@ -102,6 +102,19 @@ def test_a_clamp_that_is_dropped_is_wrong_output_and_only_where_the_model_has_on
     assert _cell("0.5.23", "sm_120", "flashinfer_cutlass, no draft").works
 
 
+def test_layers_that_were_built_before_the_stop_do_not_stand_for_all() -> None:
+    trace, texts = _trace("0.5.23", "sm_100", "as given")
+
+    def main_and_draft(**changes: Any) -> tuple[Verdict, Verdict | None]:
+        found = cell(_KEY, replace(trace, **changes), texts, grounds=_PINNED, has_clamp=True)
+        return found.main.verdict, found.draft.verdict if found.draft else None
+
+    assert main_and_draft() == (_R, _R)
+    assert main_and_draft(errors=(SglangError("main", "ValueError", "no", None),)) == (_F, _R)
+    assert main_and_draft(unresolved=("main: KeyError: 'x'",)) == (_U, _R)
+    assert main_and_draft(unresolved=("draft: KeyError: 'x'",)) == (_R, _U)
+
+
 def test_sglangs_refusal_names_its_line() -> None:
     found = _cell("0.5.23", "sm_100", "triton")
     assert "SGLang raises NotImplementedError at sglang/srt/layers/" in found.main.reason

@@ -140,6 +140,23 @@ def test_hot_paths_count_like_layers() -> None:
     assert compare(before, _with(paths=(PATH,)), []).changes == ()
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"kernel": None, "verdict": Verdict.UNKNOWN}, "reaches no kernel any more"),
+        ({"kernel": Kernel("b.x", None), "verdict": Verdict.FAILS}, "fails: triton, x: fails"),
+    ],
+)
+def test_what_is_meant_to_change_may_not_become_worse(
+    change: dict[str, object], problem: str
+) -> None:
+    before = replace(BEFORE, trace=_with(paths=(PATH,)))
+    after = _with(paths=(replace(PATH, **change),))  # type: ignore[arg-type]
+    (said,) = compare(before, after, [MLA]).problems
+    assert said.startswith("main sparse-mla-decode of model.layers.0.self_attn ")
+    assert said.endswith(problem)
+
+
 def test_what_the_fix_itself_finds_wrong() -> None:
     def fails(facts: Facts, trace: Trace) -> tuple[str, ...]:
         raise KeyError("a bug")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dsv4doctor.audit import Settings, audit
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.fixes.fix import Fix
-from dsv4doctor.models import Facts, HotPath, Layer, SglangTree, Trace
+from dsv4doctor.models import Facts, HotPath, Layer, SglangTree, Trace, Verdict
 from dsv4doctor.target import Target
 
 Progress = Callable[[str], None]
@@ -90,6 +90,8 @@ def compare(before: Facts, after: Trace, fixes: Sequence[Fix]) -> Proof:
             wrong.append((pair.role, pair.name, "is no longer built"))
         elif pair.was != pair.now and not pair.meant and (pair.was or pair.role not in failed):
             wrong.append((pair.role, pair.name, "changed, and no fix means to change it"))
+        elif pair.was is not None and (worse := _worse(pair.was, pair.now)):
+            wrong.append((pair.role, pair.name, worse))
         before_it, after_it = (end.shown if end else None for end in (pair.was, pair.now))
         changes.append(LayerChange(pair.name, pair.role, before_it, after_it, pair.meant))
     problems = [*_gathered(wrong), *_new_errors(old, after)]
@@ -106,6 +108,16 @@ class _Seen:
     shown: str
     kernel: str | None
     error: str | None
+    verdict: Verdict
+
+
+def _worse(was: _Seen, now: _Seen) -> str | None:
+    """What no fix may do to what it means to change."""
+    if was.kernel is not None and now.kernel is None:
+        return "reaches no kernel any more"
+    if was != now and now.verdict is Verdict.FAILS:
+        return f"changed, and fails: {now.shown}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -155,7 +167,7 @@ def _seen(thing: Layer | HotPath | None) -> _Seen | None:
     kernel = thing.kernel.symbol if thing.kernel else None
     error = f"{thing.error.type}: {thing.error.message}" if thing.error else None
     called = kernel.rpartition(".")[2] if kernel else "no kernel"
-    return _Seen(f"{choice}, {called}: {thing.verdict.value}", kernel, error)
+    return _Seen(f"{choice}, {called}: {thing.verdict.value}", kernel, error, thing.verdict)
 
 
 def named(names: Sequence[str]) -> str:

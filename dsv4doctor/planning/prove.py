@@ -25,6 +25,7 @@ from dsv4doctor.models import (
     Report,
     Severity,
     TreeFeatures,
+    Verdict,
 )
 from dsv4doctor.planning.build import Ground
 from dsv4doctor.planning.layout import Plan, Server, Setting
@@ -102,6 +103,8 @@ def prove(plan: Plan, on: Ground, timeout: float, progress: Progress | None = No
         if changed is None:
             break
         current = _with_variables(changed, plan, tried)
+    else:
+        reports = _audits(current, on, timeout, progress)  # of what the last round changed
     return _judged(replace(current, patches=patches or ()), reports)
 
 
@@ -276,6 +279,7 @@ def helpful_patches(facts: Facts, root: Path) -> tuple[str, ...]:
 def _judged(plan: Plan, reports: tuple[Report, ...]) -> Proof:
     pair = tuple(pair_findings([report.facts for report in reports])) if plan.is_pair else ()
     gaps = [gap for report in reports if (gap := undetermined(report, strict=False))]
+    gaps += [gap for report in reports if (gap := _unknown_layer(report))]
     errors: dict[str, None] = {}
     for server, report in zip(plan.servers, reports, strict=True):
         for finding in report.findings:
@@ -287,6 +291,14 @@ def _judged(plan: Plan, reports: tuple[Report, ...]) -> Proof:
             errors[f"{finding.rule} {finding.message}"] = None
     judged = replace(plan, problems=(*plan.problems, *errors))
     return Proof(judged, reports, pair, gaps[0] if gaps else None)
+
+
+def _unknown_layer(report: Report) -> str | None:
+    """A plan is only sound where every layer is known to run."""
+    trace = report.facts.trace
+    layers = trace.layers if trace is not None else ()
+    unknown = (layer for layer in layers if layer.verdict is Verdict.UNKNOWN)
+    return next((f"{layer.name}: {layer.reason}" for layer in unknown), None)
 
 
 def pair_findings(sides: Sequence[Facts]) -> Iterator[Finding]:
