@@ -151,6 +151,7 @@ def _layers(report: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:
                 "runner": layer["runner_backend"],
                 "flags read": tuple(sorted(layer["flags_consulted"])),
                 "kernel": _symbol(layer),
+                "verdict": layer["verdict"],
                 "reason": layer["reason"],
             },
         )
@@ -179,6 +180,7 @@ def _compare_layers(
         flags = [", ".join(side["flags read"]) or "none" for side in (ours, theirs)]
         yield _plain(subject, "flags read", flags[0], flags[1])
         yield _kernels(subject, [ours["kernel"]], theirs["kernel"], ours["reason"], theirs)
+        yield from _outcomes(subject, [ours["verdict"]], theirs)
 
 
 def _kernels(
@@ -198,6 +200,21 @@ def _kernels(
     return Difference(subject, "kernel", said, recorded, Standing.SAME if same else Standing.DRIFT)
 
 
+def _outcomes(subject: str, predicted: list[str], entry: dict[str, Any]) -> Iterator[Difference]:
+    """What failed in the server and was not to, and the other way round; else nothing.
+
+    `predicted` are the verdicts of all that the path may reach.
+    """
+    recorded = entry["verdict"]
+    if recorded == "unknown" or any((one == "fails") is (recorded == "fails") for one in predicted):
+        return
+    if recorded != "fails" and "unknown" in predicted:
+        return
+    standing = Standing.UNKNOWN if "unknown" in predicted else Standing.DRIFT
+    said = ", ".join(dict.fromkeys(predicted))
+    yield Difference(subject, "outcome", said, recorded, standing, entry["reason"])
+
+
 # ------------------------------------------------------------------------ other paths
 
 
@@ -210,6 +227,7 @@ def _paths(report: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:
                 "choice": path["choice"],
                 "kernel": _symbol(path),
                 "detail": path["detail"],
+                "verdict": path["verdict"],
                 "reason": path["reason"],
             },
         )
@@ -235,3 +253,4 @@ def _compare_paths(predicted: dict[str, Any], recorded: dict[str, Any]) -> Itera
         else:
             symbols = [path["kernel"] for path in ours]
             yield _kernels(subject, symbols, theirs["kernel"], ours[0]["reason"], theirs)
+            yield from _outcomes(subject, [path["verdict"] for path in ours], theirs)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def report() -> dict[str, Any]:
         )
         for name, layers in (("sparse-mla-decode", ("a", "b")), ("dense-fp8", ("c", "d")))
     )
-    layers = (*MAIN_TRTLLM, DRAFT_TRTLLM)
+    layers = tuple(replace(one, verdict=Verdict.RUNS) for one in (*MAIN_TRTLLM, DRAFT_TRTLLM))
     trace = Trace(
         *(tree, ARCHS["sm_120"], {"tp_size": 4}, (), {}, layers, (), (), (), {}), paths=paths
     )
@@ -54,6 +55,20 @@ def test_the_same(report: dict[str, Any]) -> None:
     assert {one.standing for one in comparison.differences} == {Standing.SAME}
 
 
+def test_what_ran_and_was_to_fail_is_drift_and_a_failure_never_the_same(
+    report: dict[str, Any],
+) -> None:
+    predicted = copy.deepcopy(report)
+    predicted["layers"][0]["verdict"] = "fails"
+    assert compare(predicted, report).exit_code == 1
+    assert compare(report, report).exit_code == 0
+    predicted["layers"][0]["verdict"] = "unknown"
+    assert compare(predicted, report).exit_code == 0  # the kernel is the one predicted
+    failed = copy.deepcopy(report)
+    failed["layers"][0]["verdict"] = "fails"
+    assert compare(predicted, failed).exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("change", "what", "code"),
     [
@@ -63,6 +78,8 @@ def test_the_same(report: dict[str, Any]) -> None:
         (lambda r: r["layers"][-1]["kernel"].update(symbol="triton:x"), "kernel", 1),
         (lambda r: r["layers"][-1].update(kernel=None), "kernel", 3),
         (lambda r: r["layers"].pop(), "layer", 3),
+        (lambda r: r["layers"][0].update(verdict="fails", reason="CUDA error"), "outcome", 1),
+        (lambda r: r["paths"][0].update(verdict="fails", reason="CUDA error"), "outcome", 1),
         (lambda r: r["layers"].append({**r["layers"][0], "name": "new"}), "layer", 1),
         (lambda r: r["paths"][0]["kernel"].update(symbol="triton:x"), "kernel", 1),
         (lambda r: r["paths"][0].update(layers=["z"]), "path", 3),

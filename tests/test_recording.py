@@ -13,11 +13,13 @@ import pytest
 from tracing import EAGLE, request, traced
 
 from dsv4doctor.drift import compare, read_report
-from dsv4doctor.models import Facts, GpuFacts, Report, SglangTree, Snapshot
-from dsv4doctor.recording import hooks, observer, once, plugin, record
+from dsv4doctor.models import ARCHS, Facts, GpuFacts, Report, SglangTree, Snapshot, Verdict
+from dsv4doctor.recording import hooks, observer, once, plugin, record, report
 from dsv4doctor.report import json as report_json
 from dsv4doctor.trace import cache
+from dsv4doctor.trace.protocol import trace_from
 from dsv4doctor.trace.session import TraceRequest, trace_launch
+from dsv4doctor.trace.worker.windows import INDEXER, MLA
 
 Tree = Callable[[str], SglangTree]
 Checkpoint = Callable[..., Path]
@@ -347,3 +349,44 @@ def test_triton_and_torch_ops_are_seen(tmp_path: Path) -> None:
     assert symbols[0] == "torch.ops.dsv4doctor_test.scale"
     if type(fused_moe_kernel).__name__ == "JITFunction":  # not under Triton's interpreter
         assert symbols[-1] == f"triton:{real.__module__}.fused_moe_kernel"
+
+
+# ------------------------------------------------------------------------ what failed
+
+
+def test_a_kernel_that_raised_in_the_server_did_not_run(tmp_path: Path) -> None:
+    """The call was seen, and it ended in an error that SGLang's own code did not raise."""
+    native = module_from(
+        tmp_path,
+        "flashinfer/mla.py",
+        "def sparse_decode():\n    raise RuntimeError('CUDA error: no kernel image')\n",
+    )
+    calling = module_from(
+        tmp_path,
+        "sglang/srt/layers/attention/deepseek_v4_backend.py",
+        "def forward(native):\n    return native.sparse_decode()\n",
+    )
+    calls = observer.ServerCalls(lambda: calling.forward(native))
+    recording = record.Recording.__new__(record.Recording)
+    recording.paths = []
+    recording._add("main", "sparse-mla-decode", ["model.layers.0"], calls, MLA)
+    recording._add("main", "indexer-decode", ["model.layers.0"], calls, INDEXER)
+    layer = {
+        **{"name": "model.layers.0.mlp.experts", "role": "main", "quant_method": "M"},
+        **{"runner_backend": None, "decided_at": None, "flags_consulted": []},
+        **{"kernel": calls.native[0], "why_no_kernel": None},
+        "error": record.raised("main forward", calls.error),
+    }
+    result: dict[str, Any] = {
+        **{"resolved_args": {}, "arg_changes": [], "environment_overwritten": {}},
+        **{"errors": [], "steps": [], "leniencies": [], "timings": {}},
+        **{"layers": [layer], "paths": recording.paths},
+    }
+    tree = SglangTree(str(tmp_path), "0.5.23", "installed")
+    trace = report._judged(trace_from(result, tree, ARCHS["sm_120"], None))
+    mla, indexer = trace.paths
+    assert mla.kernel is not None
+    assert mla.kernel.symbol == "flashinfer.mla.sparse_decode"
+    assert mla.verdict is trace.layers[0].verdict is Verdict.FAILS
+    assert mla.reason == "recorded in the server: RuntimeError"
+    assert indexer.verdict is Verdict.UNKNOWN

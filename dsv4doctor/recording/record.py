@@ -19,6 +19,7 @@ from dsv4doctor.trace.worker.windows import (
     MLA,
     Window,
     path_entry,
+    raised_inside,
     runner_of,
 )
 
@@ -75,13 +76,12 @@ class Recording:
 
     def _expert(self, role: str, entry: dict[str, Any], layer: Any) -> None:
         from dsv4doctor.trace.worker.forward import first_kernel
-        from dsv4doctor.trace.worker.launch import describe_error
 
         def done(calls: ServerCalls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             entry["kernel"] = first_kernel(calls.native, calls.error is None)
             entry["why_no_kernel"] = "its forward called no kernel that is known as MoE"
             if calls.error is not None:
-                entry["error"] = describe_error(f"{role} forward", calls.error)
+                entry["error"] = raised(f"{role} forward", calls.error)
             self.waiting[role] -= 1
             if not self.waiting[role]:
                 self.write()
@@ -179,7 +179,9 @@ class Recording:
         kernel, place = window.kernel(calls)
         given = {"choice": choice} if choice and kernel else {}
         entry = path_entry(role, path, names, kernel, calls, place, window, detail=detail, **given)
-        if entry["error"] is not None:
+        if calls.error is not None and raised_inside(calls.error, path):
+            entry["error"] = raised(f"{role} {path}", calls.error)  # after its kernel, too
+        elif entry["error"] is not None:
             entry["error"] = describe_error(f"{role} {path}", entry["error"])
         self.paths.append(entry)
 
@@ -205,6 +207,13 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if mode is not None:
             return _KINDS.get(mode.name)
     return None
+
+
+def raised(phase: str, error: Exception) -> dict[str, Any]:
+    """An exception as data: in a server it is real, whoever raised it."""
+    from dsv4doctor.trace.worker.launch import describe_error
+
+    return {**describe_error(phase, error), "by_sglang": True}
 
 
 def file_of_rank(file: str, runner: Any) -> Path:
