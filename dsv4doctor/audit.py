@@ -79,7 +79,10 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         request, use_cache=settings.use_cache, timeout=settings.timeout, progress=progress
     )
     traced = time.monotonic()
-    trace = _of_paths(_of_roles(trace, settings.roles), settings.paths)
+    trace = _of_roles(trace, settings.roles)
+    if not settings.paths or "moe" in settings.paths:
+        trace = _with_gaps(trace, settings.roles)
+    trace = _of_paths(trace, settings.paths)
     texts = call_texts(Path(target.tree.root), trace.layers)
     stand_on = grounds(target.snapshot.stack, target.tree)
     trace = judged(trace, texts, stand_on)
@@ -118,18 +121,32 @@ def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = No
 
 
 def _of_roles(trace: Trace, roles: Sequence[Role]) -> Trace:
-    """`trace` without the layers, errors and steps of models that were not asked for."""
+    """`trace` without the layers, errors and steps of models that were not asked for.
+
+    What stopped the main model stays where it left no draft to be built.
+    """
     left_out = tuple(role.value for role in Role if role not in roles)
     if not left_out:
         return trace
+    stopping = left_out if any(trace.of(role) for role in roles) else ()
     return replace(
         trace,
         layers=tuple(layer for layer in trace.layers if layer.role in roles),
         paths=tuple(path for path in trace.paths if path.role in roles),
-        errors=tuple(error for error in trace.errors if not error.phase.startswith(left_out)),
-        unresolved=tuple(text for text in trace.unresolved if not text.startswith(left_out)),
+        errors=tuple(error for error in trace.errors if not error.phase.startswith(stopping)),
+        unresolved=tuple(text for text in trace.unresolved if not text.startswith(stopping)),
         steps=tuple(step for step in trace.steps if not step.phase.startswith(left_out)),
     )
+
+
+def _with_gaps(trace: Trace, roles: Sequence[Role]) -> Trace:
+    """`trace`, unresolved where nothing stopped a model and it still has no routed experts."""
+    if trace.errors or trace.unresolved:
+        return trace
+    speculates = trace.resolved_args.get("speculative_algorithm") is not None
+    empty = [role for role in roles if not trace.of(role) and (role is Role.MAIN or speculates)]
+    said = tuple(f"{role.value}: it has no routed experts that a trace knows" for role in empty)
+    return replace(trace, unresolved=said)
 
 
 def _no_draft(trace: Trace, roles: Sequence[Role]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.judgement import Judgement, of_kernel, refusal
-from dsv4doctor.models import Arch, HotPath, Layer, StoredFormat, Verdict
+from dsv4doctor.models import ARCHS, Arch, HotPath, Layer, StoredFormat, Verdict
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,7 +58,7 @@ class KnownKernel:
     sm100: bool = False
     clamp: str | None = None
     condition: str | None = None
-    """What it takes beyond the right GPU, as a clause."""
+    """What it takes beyond the right GPU, as a clause: without it there is no promise."""
     fallback: str | None = None
     """Why it is far slower than what the GPU can do, as a clause."""
     slow_on: tuple[Arch, ...] = ()
@@ -101,14 +101,31 @@ def known_kernels() -> tuple[KnownKernel, ...]:
 
 
 def format_needed(layer: Layer) -> StoredFormat | None:
-    """The one stored format that the layer's quant method can use, where that is known and the
-    checkpoint stores another."""
+    """The stored format that the layer's quant method, or the weights that it built, can use,
+    where that is known and the checkpoint stores another."""
     for row in _table()["method"]:
         if fnmatch.fnmatchcase(layer.quant_method or "", row["name"]):
             needed = StoredFormat(row["stored"])
-            fits = (None, needed, StoredFormat.MISSING, StoredFormat.OTHER)
-            return None if layer.stored_format in fits else needed
-    return None
+            return None if layer.stored_format in (*_NOT_KNOWN, needed) else needed
+    return _format_built(layer)
+
+
+_NOT_KNOWN = (None, StoredFormat.MISSING, StoredFormat.OTHER)
+_PACKED = (StoredFormat.MXFP4, StoredFormat.NVFP4)
+_BUILT = {
+    "float8_e4m3fn": (StoredFormat.FP8_BLOCK,),
+    "bfloat16": (StoredFormat.BF16,),
+    "int8": _PACKED,
+    "uint8": _PACKED,
+}
+"""By the dtype of a layer's weights as built, the stored formats that go into them."""
+
+
+def _format_built(layer: Layer) -> StoredFormat | None:
+    """A format that the weights as built can take, where they cannot take the one stored."""
+    takes = _BUILT.get(layer.weights or "", ())
+    fits = not takes or layer.stored_format in (*_NOT_KNOWN, *takes)
+    return None if fits else takes[0]
 
 
 def _row(row: dict[str, Any]) -> KnownKernel:
@@ -176,8 +193,8 @@ def judge_path(
 ) -> HotPath:
     """`path` with its verdict and the reason for it.
 
-    A path without a kernel of its own (the KV cache, the all-reduce) runs when what it is was
-    found out.  One whose trace has a caveat (`path.reason`) is never promised to run.
+    A path of which no kernel was traced (the KV cache, the all-reduce) and one whose trace has a
+    caveat (`path.reason`) are never promised to run.
     """
     error = path.error
     if error is not None:
@@ -190,9 +207,9 @@ def judge_path(
         if path.reason and verdict is not Verdict.FAILS:
             return replace(path, verdict=Verdict.UNKNOWN, reason=f"{path.reason} ({reason})")
         return replace(path, verdict=verdict, reason=reason)
-    if path.choice is not None and not path.reason:
-        return replace(path, verdict=Verdict.RUNS, reason="it has no kernel of its own")
-    return replace(path, verdict=Verdict.UNKNOWN, reason=path.reason or "no kernel was reached")
+    read_off = "it was read off, and no kernel of it was traced"
+    reason = path.reason or (read_off if path.choice is not None else "no kernel was reached")
+    return replace(path, verdict=Verdict.UNKNOWN, reason=reason)
 
 
 def _verdict(
@@ -211,9 +228,14 @@ def _verdict(
     needed = format_needed(layer)
     if needed is not None and layer.stored_format is not None:
         stored = layer.stored_format.value
-        return Verdict.FAILS, f"{layer.quant_method} needs {needed.value}, stored is {stored}"
+        built = f" for its {layer.weights} weights" if _format_built(layer) is not None else ""
+        said = f"{layer.quant_method} needs {needed.value}{built}, stored is {stored}"
+        return Verdict.FAILS, said
     if layer.stored_format in (None, StoredFormat.MISSING):
         return Verdict.UNKNOWN, "the checkpoint holds no tensors of these experts"
+    if layer.stored_format is StoredFormat.OTHER and verdict is not Verdict.UNKNOWN:
+        mixed = "the checkpoint stores these experts in no one format that is known here"
+        return Verdict.UNKNOWN, f"{mixed} ({reason})"
     return verdict, reason
 
 
@@ -234,12 +256,15 @@ def _of_kernel(
         return Verdict.FAILS, f"{named} exists for {known.gpus} only{expected}{table}"
     if known is None:
         return _not_in_table(symbol, named, arch, said)
-    condition = f"; {known.condition}" if known.condition else ""
+    if known.minimum is not None and arch not in ARCHS.values():
+        return Verdict.UNKNOWN, f"{named} is for {known.gpus}; nobody looked at {arch.name}{table}"
     source = f": {said.source}" if said is not None and said.exists else table
     if known.fallback is not None and (not known.slow_on or arch in known.slow_on):
         slow = f"{named} runs on {arch.name} and is a fallback: {known.fallback}"
-        return Verdict.FALLBACK, f"{slow}{condition}{source}"
-    return Verdict.RUNS, f"{named} exists for {arch.name}{condition}{source}"
+        return Verdict.FALLBACK, f"{slow}{source}"
+    if known.condition is not None:  # whether it holds is for the serving machine to say
+        return Verdict.UNKNOWN, f"{named} exists for {arch.name}; {known.condition}{source}"
+    return Verdict.RUNS, f"{named} exists for {arch.name}{source}"
 
 
 def _not_in_table(

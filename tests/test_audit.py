@@ -174,6 +174,67 @@ def test_snapshot_carries_a_launch_to_another_machine(
     assert _found(first) == _found(second)
 
 
+@pytest.mark.wheels
+def test_a_draft_that_was_never_built_is_no_clean_draft(
+    checkpoint: Callable[..., Path], sglang_tree: Callable[[str], SglangTree]
+) -> None:
+    """SGLang raises while it builds the main model, and only the draft is asked for."""
+    options = Options(
+        model=str(checkpoint("canada-quant__DeepSeek-V4-Flash-W4A16-FP8")),
+        flags=("--tp", "4", *_EAGLE),
+        sglang=sglang_tree("0.5.23").root,
+        python=sys.executable,
+        arch="sm_120",
+    )
+    settings = Settings(roles=(Role.DRAFT,), alternatives=False)
+    report = audit.audit(resolve(options), settings)
+    assert report.facts.trace is not None
+    assert [error.phase for error in report.facts.trace.errors] == ["main"]
+    assert audit.exit_code(report, Severity.ERROR, strict=False) == 1
+
+
+@pytest.mark.wheels
+def test_experts_built_for_another_format_than_stored_do_not_run(
+    checkpoint: Callable[..., Path], sglang_tree: Callable[[str], SglangTree]
+) -> None:
+    """Told that the experts are FP8, SGLang builds them so, and its forward reaches a kernel:
+    it never looks at the packed FP4 in the files before it loads them."""
+    options = Options(
+        model=str(checkpoint(_STOCK)),
+        flags=("--tp", "4", "--moe-runner-backend", "triton"),
+        sglang=sglang_tree("0.5.14").root,
+        python=sys.executable,
+        arch="sm_120",
+        env=("SGLANG_DSV4_FP4_EXPERTS=0",),
+    )
+    report = audit.audit(resolve(options), Settings(alternatives=False))
+    assert report.facts.trace is not None
+    layer = report.facts.trace.layers[0]
+    assert layer.kernel is not None
+    assert layer.weights == "float8_e4m3fn"
+    assert layer.verdict is Verdict.FAILS
+    assert layer.reason == (
+        "Fp8MoEMethod needs FP8 block for its float8_e4m3fn weights, stored is MXFP4"
+    )
+    assert _found(report)[0][0] == "DSV108"
+
+
+def test_a_model_without_experts_that_nothing_stopped_is_not_determined() -> None:
+    trace = facts("sm_120", [*MAIN_CUTLASS]).trace
+    assert trace is not None
+    both = (Role.MAIN, Role.DRAFT)
+    assert audit._with_gaps(trace, both).unresolved == ()
+    speculating = replace(trace, resolved_args={"speculative_algorithm": "EAGLE"})
+    (said,) = audit._with_gaps(speculating, both).unresolved
+    assert said.startswith("draft: ")
+    empty = replace(trace, layers=())
+    (said,) = audit._with_gaps(empty, both).unresolved
+    assert said.startswith("main: ")
+    assert audit._with_gaps(empty, (Role.DRAFT,)).unresolved == ()
+    stopped = replace(empty, unresolved=("arguments: KeyError",))
+    assert audit._with_gaps(stopped, both) == stopped
+
+
 def _report(*results: RuleResult) -> Report:
     return Report("0", facts("sm_120", [*MAIN_CUTLASS]), results)
 

@@ -206,12 +206,12 @@ def test_without_dsv4doctor_the_patched_line_says_what_to_run(
         (MAIN_TRTLLM[0], "Dsv4DoctorModelOptNvFp4MoEMethod", "moe_nvfp4"),
     ],
 )
-def test_our_experts_run_on_condition(layer: Layer, method: str, kernel: str) -> None:
-    """A trace asks for no stamp, and its verdict says what the serving machine needs."""
+def test_our_experts_are_no_promise_without_a_stamp(layer: Layer, method: str, kernel: str) -> None:
+    """A trace asks for no stamp; without one the serving machine's server stops."""
     symbol = Kernel("triton:dsv4doctor.kernels.grouped_gemm._product_kernel", None)
     ours = replace(layer, quant_method=method, kernel=symbol, error=None)
     judged = judge(ours, ARCHS["sm_120"])
-    assert judged.verdict is Verdict.RUNS
+    assert judged.verdict is Verdict.UNKNOWN
     assert f"kernels verify --only {kernel}" in judged.reason
     assert judge(ours, ARCHS["sm_100"]).verdict is Verdict.FAILS
 

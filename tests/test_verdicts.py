@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dsv4doctor.folding import fold
-from dsv4doctor.models import ARCHS, Kernel, Layer, SglangError, StoredFormat, Verdict
+from dsv4doctor.models import ARCHS, Arch, Kernel, Layer, SglangError, StoredFormat, Verdict
 from dsv4doctor.rules.samples import (
     CALL_WITH_CLAMP,
     CALL_WITHOUT_CLAMP,
@@ -14,7 +14,7 @@ from dsv4doctor.rules.samples import (
     MAIN_NVFP4_CUTLASS,
     MAIN_TRTLLM,
 )
-from dsv4doctor.verdicts import drops_clamp, judge, known_kernels
+from dsv4doctor.verdicts import drops_clamp, judge, judge_kernel, known_kernels
 
 _R, _F, _U = Verdict.RUNS, Verdict.FAILS, Verdict.UNKNOWN
 _S = Verdict.FALLBACK
@@ -90,6 +90,26 @@ def test_a_method_for_another_stored_format_fails() -> None:
     assert judge(unknown, ARCHS["sm_120"]).verdict is Verdict.FAILS
 
 
+@pytest.mark.parametrize(
+    ("method", "weights", "runs_with"),
+    [
+        ("Fp8MoEMethod", "float8_e4m3fn", {StoredFormat.FP8_BLOCK}),
+        ("UnquantizedFusedMoEMethod", "bfloat16", {StoredFormat.BF16}),
+        ("Fp8MoEMethod", "int8", {StoredFormat.MXFP4, StoredFormat.NVFP4}),
+        ("BrandNewMoEMethod", "float64", {*StoredFormat} - {StoredFormat.MISSING}),
+    ],
+)
+def test_weights_that_the_stored_ones_do_not_go_into_fail(
+    method: str, weights: str, runs_with: set[StoredFormat]
+) -> None:
+    layer = replace(
+        _reaching("triton:sglang.x.fused_moe_kernel"), quant_method=method, weights=weights
+    )
+    for stored in {*StoredFormat} - {StoredFormat.MISSING, StoredFormat.OTHER}:
+        judged = judge(replace(layer, stored_format=stored), ARCHS["sm_120"])
+        assert judged.verdict is (Verdict.RUNS if stored in runs_with else Verdict.FAILS)
+
+
 @pytest.mark.parametrize("stored", [None, StoredFormat.MISSING])
 def test_experts_that_are_not_stored_are_never_said_to_run(stored: StoredFormat | None) -> None:
     layer = replace(DRAFT_TRTLLM, stored_format=stored)
@@ -97,6 +117,36 @@ def test_experts_that_are_not_stored_are_never_said_to_run(stored: StoredFormat 
     assert judged.verdict is Verdict.UNKNOWN
     assert judged.reason == "the checkpoint holds no tensors of these experts"
     assert judge(layer, ARCHS["sm_120"]).verdict is Verdict.FAILS
+
+
+def test_experts_in_no_known_format_are_never_said_to_run() -> None:
+    layer = replace(DRAFT_TRTLLM, stored_format=StoredFormat.OTHER)
+    judged = judge(layer, ARCHS["sm_100"])
+    assert judged.verdict is Verdict.UNKNOWN
+    assert "no one format that is known here" in judged.reason
+    assert judge(layer, ARCHS["sm_120"]).verdict is Verdict.FAILS
+
+
+@pytest.mark.parametrize("arch", [Arch(11, 0), Arch(13, 0), Arch(8, 9)])
+def test_a_gpu_that_nobody_looked_at_is_unknown(arch: Arch) -> None:
+    """ "From 8.0 on" was said of the GPUs that there were."""
+    layer = _reaching("triton:sglang.x.fused_moe_kernel")
+    judged = judge(layer, arch)
+    assert judged.verdict is Verdict.UNKNOWN
+    assert arch.name in judged.reason
+
+
+@pytest.mark.parametrize("module", ["indexer_logits", "mla_kernels", "dense_glue"])
+def test_our_own_kernels_are_promised_to_nobody_who_has_not_verified_them(module: str) -> None:
+    """Without the stamp of the serving machine SGLang's own path serves, or the server stops."""
+    symbol = f"triton:dsv4doctor.kernels.{module}._kernel"
+    verdict, reason = judge_kernel(symbol, ARCHS["sm_120"])
+    assert verdict is Verdict.UNKNOWN
+    assert "`dsv4doctor kernels verify --only " in reason
+    assert judge_kernel(symbol, ARCHS["sm_100"])[0] is Verdict.FAILS
+    ours = "triton:dsv4doctor.kernels.grouped_gemm._product_kernel"
+    experts = replace(_reaching(ours, MAIN_CUTLASS[0]), quant_method="Dsv4DoctorMxfp4MoEMethod")
+    assert judge(experts, ARCHS["sm_120"]).verdict is Verdict.UNKNOWN
 
 
 def test_clamp_is_dropped_only_where_that_is_proved() -> None:

@@ -84,6 +84,9 @@ class Layer:
     """Why the verdict is what it is, in one sentence."""
     error: SglangError | None = None
     """Raised while the layer loaded its weights or ran."""
+    weights: str | None = None
+    """The dtype of its weights as built, before the checkpoint's are copied in, e.g.
+    "float8_e4m3fn"; None: not known."""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ class LayerReader:
             "runner_backend": backend_of(runner),
             "decided_at": seen["decided_at"],
             "flags_consulted": flags,
+            "weights": _dtype_of_weights(layer),
         }
         key = repr([read["quant_method"], read["runner_backend"], read["decided_at"]]) + _shape(
             layer
@@ -191,6 +192,12 @@ class LayerReader:
 def backend_of(runner):
     backend = getattr(runner, "runner_backend", None)
     return None if backend is None else str(getattr(backend, "value", backend))
+
+
+def _dtype_of_weights(layer):
+    """What the checkpoint's values are copied into; None where it goes by another name."""
+    weight = dict(layer.named_parameters(recurse=False)).get("w13_weight")
+    return None if weight is None else str(weight.dtype).removeprefix("torch.")
 
 
 def _shape(layer):

@@ -14,10 +14,11 @@ from .calls import Calls
 from .serving import call
 from .stand_ins import make
 from .tensors import Redirect
-from .windows import DENSE, INDEXER, MHC, MLA, path_entry, runner_of
+from .windows import DENSE, INDEXER, MHC, MLA, path_entry, raised_inside, runner_of
 
 DSPARK = "DSparkAttention"
 _DSPARK = "run as a plain batch; the block of a DSpark draft reads more keys, and was not run"
+_FUSED = "between layers post and pre are fused into one kernel, and that was not run"
 ATTENTION = ("sparse-mla-decode", "sparse-mla-prefill")
 
 
@@ -55,8 +56,13 @@ class Reader:
     def _add(self, *args, **fields):
         self.found.append(self._path(*args, **fields))
 
-    def _path(self, *args, **fields):
-        return path_entry(self.role, *args, **fields)
+    def _path(self, name, layers, kernel=None, calls=None, *args, **fields):
+        path = path_entry(self.role, name, layers, kernel, calls, *args, **fields)
+        error = calls.error if kernel is not None else None
+        # After a kernel only SGLang's own word counts: the rest may have broken on a stand-in.
+        if error is not None and forward.sglang_location(error)[1] and raised_inside(error, name):
+            path["error"] = error
+        return path
 
     # ---- dense FP8
 
@@ -110,11 +116,17 @@ class Reader:
         ):
             calls = Calls(run)
             kernel, where = MHC.kernel(calls)
-            parts = [_torch_parts(calls)]
-            if getattr(layer, "use_fused_mhc_post_pre", False):
-                parts.append("between layers post and pre are fused into one, which was not run")
-            detail = "; ".join(part for part in parts if part)
-            self._add(path, names, kernel, calls, where, MHC, detail=detail)
+            fused = getattr(layer, "use_fused_mhc_post_pre", False)
+            self._add(
+                path,
+                names,
+                kernel,
+                calls,
+                where,
+                MHC,
+                detail=_torch_parts(calls),
+                reason=_FUSED if fused else "",
+            )
 
     # ---- attention, indexer, KV cache
 
@@ -184,8 +196,8 @@ class Reader:
     def _all_reduce(self):
         view, flags = self.view, ["disable_custom_all_reduce"]
         if view.tp_size == 1:
-            choice, reason = "none", ""
-        elif getattr(view, "disable_custom_all_reduce", False):
+            return  # there is none
+        if getattr(view, "disable_custom_all_reduce", False):
             choice, reason = "nccl", ""
         else:
             choice = None
