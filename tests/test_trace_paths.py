@@ -1,8 +1,10 @@
 """The hot paths beside the routed experts, on real trees."""
 
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tracing import request, traced
@@ -13,6 +15,7 @@ from dsv4doctor.report.console import Style, printed
 from dsv4doctor.report.paths import only_paths, path_parts
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.session import trace_launches
+from dsv4doctor.trace.worker import forward
 from dsv4doctor.verdicts import judge_path
 
 Tree = Callable[[str], SglangTree]
@@ -91,6 +94,8 @@ def test_paths_by_arch_and_variable(sglang_tree: Tree, checkpoint: Checkpoint) -
             assert choices(trace, "sparse-mla-prefill", role) == {prefill}
             assert choices(trace, "dense-fp8", role) == {dense}
         assert choices(trace, "indexer-decode") == {indexer}
+    # A server there mixes with the fused kernel, which these steps do not reach.
+    assert all("fused into one" in found.reason for found in of(sm_120, "mhc-post"))
     flags = of(sm_120, "sparse-mla-decode")[0].flags_consulted
     assert flags == ("SGLANG_SM120_FLASHMLA_BACKEND",)
 
@@ -155,6 +160,28 @@ def test_verdicts(given: HotPath, arch: str, verdict: Verdict) -> None:
     judgement = judge_path(given, ARCHS[arch])
     assert judgement.verdict is verdict
     assert judgement.reason
+
+
+@pytest.mark.parametrize(
+    ("statement", "fails"), [("raise ValueError('no')", True), ("{}[1]", False)]
+)
+def test_what_sglang_raises_after_the_first_kernel_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, fails: bool
+) -> None:
+    """Anything else that breaks there may have broken on a stand-in."""
+    file = tmp_path / "sglang" / "layer.py"
+    file.parent.mkdir()
+    file.write_text(f"def apply(launch):\n    launch()\n    {statement}\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+
+    def launch() -> None:
+        forward.RECORDER.note("flashinfer.fused_moe.cutlass_fused_moe", None)
+
+    monkeypatch.setattr(forward, "_apply", lambda layer: scope["apply"](launch))
+    outcome = forward.run_layer(types.SimpleNamespace(quant_method=None))
+    assert outcome["kernel"]["symbol"] == "flashinfer.fused_moe.cutlass_fused_moe"
+    assert (outcome["error"] is not None) is fails
 
 
 def test_nothing_is_shown_where_nothing_was_traced() -> None:
