@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dsv4doctor.models import Facts, Finding, Remedy, Severity
 from dsv4doctor.rules.common import flag, in_effect, is_true, is_v41, with_source
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
-from dsv4doctor.rules.samples import SM120_ENVIRONMENT, scene
+from dsv4doctor.rules.samples import SM120_ENVIRONMENT, SOURCES, scene
 
 _TORCH = "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"
 _TILELANG = "SGLANG_OPT_USE_TILELANG_INDEXER"
@@ -48,6 +49,9 @@ def check(facts: Facts) -> Iterator[Finding]:
         raise NotChecked("the context length or the indexer's heads are not in config.json")
     one = row_bytes(context, heads, head_dim, value_bytes)
     if one * _ROWS < _NOTICEABLE:
+        return
+    if facts.features.indexer_replaced:
+        yield _NOT_VERIFIED
         return
     yield Finding(
         rule=RULE.id,
@@ -86,6 +90,19 @@ def _context(facts: Facts) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+_NOT_VERIFIED = Finding(
+    rule="DSV204",
+    severity=Severity.INFO,
+    subject="indexer",
+    message="The indexer is patched, and runs in torch operations until our kernel is verified.",
+    consequence="Without that its cost follows the context limit, and the server's log says so.",
+    evidence=("FIX104 is in",),
+    remedy=Remedy(
+        "Verify the kernel on the serving machine.",
+        commands=("dsv4doctor kernels verify --only indexer_logits",),
+    ),
+)
+
 RULE = Rule(
     id="DSV204",
     title="Indexer at the width of the context limit",
@@ -98,6 +115,11 @@ _TORCH_ONLY = {**SM120_ENVIRONMENT, _TILELANG: (None, "False")}
 
 EXAMPLES = (
     Example("torch, a million tokens", scene(overwritten=_TORCH_ONLY), expect=("indexer",)),
+    Example(
+        "torch until our kernel is verified",
+        scene(overwritten=_TORCH_ONLY, features=replace(SOURCES, indexer_replaced=True)),
+        expect=("indexer",),
+    ),
     Example("TileLang", scene()),
     Example(
         "torch, 4096 tokens", scene(overwritten=_TORCH_ONLY, flags=("--context-length", "4096"))

@@ -7,6 +7,7 @@ environment holds its code.  That is no promise in either direction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from dsv4doctor.rules.samples import MAIN_CUTLASS, facts
 
 _STOPPED = Remedy("Trace it with the Python of the serving environment: --python INTERPRETER.")
 _UNKNOWN = Remedy("Start the server once to know; --strict makes this count as undetermined.")
+_VERIFY = re.compile(r"dsv4doctor kernels verify --only \w+")
+"""What a layer's reason says of a kernel of ours."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -44,8 +47,15 @@ def check(facts: Facts) -> Iterator[Finding]:
                 consequence="Nothing is promised for these layers.",
                 evidence=(f"reaches {kernel.symbol}",) if kernel else (),
                 locations=(kernel.call_site,) if kernel and kernel.call_site else (),
-                remedy=_UNKNOWN,
+                remedy=_remedy(layer.reason),
             )
+
+
+def _remedy(reason: str) -> Remedy:
+    command = _VERIFY.search(reason)
+    if command is None:
+        return _UNKNOWN
+    return Remedy("Verify the kernel on the serving machine.", commands=(command.group(),))
 
 
 RULE = Rule(

@@ -20,6 +20,7 @@ from dsv4doctor.models import (
     SglangError,
     Verdict,
 )
+from dsv4doctor.rules import layer_unknown
 from dsv4doctor.rules.samples import (
     CALL_WITH_CLAMP,
     CALL_WITHOUT_CLAMP,
@@ -237,3 +238,14 @@ def test_line_endings_and_odd_indentation_are_kept() -> None:
         sources, piece, piece.replaced([(line, edit.put_after("b = 2\n", piece.newline))])
     )
     assert new == text + "                        b = 2\r\n"
+
+
+def test_the_verifying_command_is_the_remedy_of_our_own_kernel() -> None:
+    said = "it serves after `dsv4doctor kernels verify --only moe_mxfp4` on the serving machine"
+    ours = replace(DRAFT_CUTLASS, verdict=Verdict.UNKNOWN, reason=said)
+    base = facts("sm_120", [ours])
+    assert base.trace is not None
+    known = replace(base, trace=replace(base.trace, layers=(ours,)))
+    [found] = layer_unknown.check(known)
+    assert found.remedy is not None
+    assert found.remedy.commands == ("dsv4doctor kernels verify --only moe_mxfp4",)

@@ -51,6 +51,7 @@ def read_features(root: Path) -> TreeFeatures:
         split_scratch=_split_scratch(sparse_file, sparse) if sparse_file else None,
         torch_indexer=torch_indexer,
         torch_indexer_bytes=_value_bytes(body),
+        indexer_replaced="dsv4doctor FIX104" in indexer,
         probes_experts=probes,
         mooncake_sends_state="StateType" in mooncake or "state_indices" in mooncake
         if mooncake

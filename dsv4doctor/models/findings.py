@@ -73,6 +73,8 @@ class TreeFeatures:
     """Where the page split of touched pages only takes uninitialised memory."""
     torch_indexer: Location | None = None
     """The indexer in plain torch operations for sm_12x."""
+    indexer_replaced: bool = False
+    """FIX104 is in: the indexer is ours once it is verified on the serving machine."""
     torch_indexer_bytes: int | None = None
     """Bytes of one of its intermediate values: 4 for float32, 2 for bfloat16."""
     probes_experts: Location | None = None

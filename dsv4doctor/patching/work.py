@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +168,7 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
         now = "without any fix" if unproved else "as it was"
         said = f"taken back, the tree is {now}: the proof failed"
         return replace(draft.outcome, exit_code=4, said=said, proof=proof, journal=None)
-    notes = [*draft.outcome.notes, *_needed_next(planned, after)]
+    notes = [*draft.outcome.notes, *_needed_next(planned, after), *_to_verify(after)]
     if done is not None:
         done = replace(done, settled=replace(done.settled, proved=True))
         try:
@@ -203,6 +204,22 @@ def _needed_next(planned: Plan, after: Facts | None) -> list[str]:
         for step in planned.steps
         if step.status not in known and (why := step.fix.needed(after)) is not None
     ]
+
+
+_VERIFY = re.compile(r"kernels verify --only (\w+)")
+
+
+def _to_verify(after: Facts | None) -> list[str]:
+    """What the trace cannot prove: our kernels' numbers on the GPU that serves."""
+    trace = after.trace if after is not None else None
+    if trace is None:
+        return []
+    reasons = [layer.reason for layer in trace.layers] + [path.reason for path in trace.paths]
+    found = sorted({name for reason in reasons for name in _VERIFY.findall(reason)})
+    if not found:
+        return []
+    only = " ".join(f"--only {name}" for name in found)
+    return [f"run this on the serving machine before the server: dsv4doctor kernels verify {only}"]
 
 
 # ------------------------------------------------------------------------------ overlay
