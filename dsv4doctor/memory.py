@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4doctor.models import Checkpoint, TensorInfo
+from dsv4doctor.models import Checkpoint, Role, TensorInfo
 
 _BITS = {
     "BOOL": 8,
@@ -83,7 +83,13 @@ def weights(
 
     `wo_a_in_bf16`: SGLang dequantises that projection while it loads, for both models.
     """
-    experts = {layer.name: layer.experts for layer in checkpoint.layers}
+    # SGLang makes room for as many as config.json says, whatever the shards hold.
+    said = checkpoint.text_config.get("n_routed_experts")
+    least = said if isinstance(said, int) else 0
+    experts = {
+        layer.name: max(layer.experts, least) if layer.role is Role.MAIN else layer.experts
+        for layer in checkpoint.layers
+    }
     found: dict[str, int] = defaultdict(int)
     for tensor in checkpoint.tensors:
         is_draft = tensor.name.startswith("mtp.")

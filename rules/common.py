@@ -10,7 +10,17 @@ from packaging.version import InvalidVersion, Version
 from dsv4doctor.commands import launch_change, server_command
 from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value
-from dsv4doctor.models import Facts, Layer, Location, Remedy, Role, StoredFormat, Trace
+from dsv4doctor.models import (
+    Alternative,
+    Facts,
+    Layer,
+    Location,
+    Remedy,
+    Role,
+    StoredFormat,
+    Trace,
+    Verdict,
+)
 from dsv4doctor.rules.rule import NotChecked
 
 _PLAIN_REFUSAL = Version("0.6.17")
@@ -170,7 +180,7 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     version = facts.trace.sglang.version if facts.trace else "this release"
     sentences = []
     if working:
-        changes = "; ".join(option.change for option in working)
+        changes = "; ".join(_with_verdict(option) for option in working)
         sentences.append(f"Traced with SGLang {version}, and runs: {changes}.")
     if failing:
         reasons = "; ".join(f"{option.change} ({option.problem})" for option in failing)
@@ -189,6 +199,12 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     commands = [server_command(facts, option.flags) for option in working]
     found = tuple(text for text in commands if text is not None)
     return Remedy("\n".join(sentences), found, _fix_for(facts, layer))
+
+
+def _with_verdict(option: Alternative) -> str:
+    """The change, and that it comes to a fallback where it does."""
+    is_fallback = any(layer.verdict is Verdict.FALLBACK for layer in option.layers)
+    return f"{option.change} (a fallback)" if is_fallback else option.change
 
 
 def _fix_for(facts: Facts, layer: Layer | None) -> str | None:

@@ -7,7 +7,8 @@ import pytest
 from dsv4doctor.alternatives import Candidate, candidates, outcome, without, without_speculation
 from dsv4doctor.audit import _left, judged
 from dsv4doctor.errors import UndeterminedError
-from dsv4doctor.models import Alternative, Layer, SglangError, StoredFormat, Trace
+from dsv4doctor.models import Alternative, Layer, SglangError, StoredFormat, Trace, Verdict
+from dsv4doctor.rules.common import way_out
 from dsv4doctor.rules.samples import (
     CALL_WITHOUT_CLAMP,
     DRAFT_CUTLASS,
@@ -161,3 +162,14 @@ def test_nothing_runs_that_leaves_an_error_about_the_experts() -> None:
     assert problem is not None
     assert problem.startswith("leaves DSV301")
     assert _left(spoilt, replace(option, flags=_PLAIN)) is None
+
+
+def test_what_runs_as_a_fallback_is_called_that() -> None:
+    slow = replace(MAIN_NVFP4_CUTLASS[0], verdict=Verdict.FALLBACK)
+    options = (
+        Alternative("--moe-runner-backend marlin", _PLAIN, None, (slow,)),
+        Alternative("--moe-runner-backend other", _PLAIN, None, (MAIN_NVFP4_CUTLASS[0],)),
+    )
+    known = replace(facts("sm_120", MAIN_TRTLLM), alternatives=options)
+    text = way_out(known, MAIN_TRTLLM[0]).text
+    assert "runs: --moe-runner-backend marlin (a fallback); --moe-runner-backend other." in text

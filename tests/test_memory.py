@@ -28,6 +28,13 @@ def test_one_rank_holds_the_payload_to_the_byte(name: str, checkpoint: Callable[
     assert stored.payload_bytes == PUBLISHED[name]
 
 
+def test_room_is_for_the_experts_of_the_configuration(checkpoint: Callable[..., Path]) -> None:
+    """A checkpoint cut down, or not yet whole: SGLang still makes all of them."""
+    whole = weights(read_checkpoint(checkpoint(FLASH)), Parallel(), draft=False)
+    part = weights(read_checkpoint(checkpoint(FLASH, experts=1)), Parallel(), draft=False)
+    assert part.experts == whole.experts
+
+
 def test_ranks_share_what_sglang_divides(checkpoint: Callable[..., Path]) -> None:
     stored = read_checkpoint(checkpoint(FLASH))
     one = weights(stored, Parallel(), draft=True)
