@@ -122,11 +122,11 @@ def _on_torch(trace: Trace) -> bool:
     return any(path.name == "mhc-pre" and _TORCH_HC in path.detail for path in trace.paths)
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
-    if not facts.arch.is_sm12x:
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
+    if not facts.arch.is_sm12x or after.trace is None:
         return ()
-    still = ("mhc-pre still goes through torch operations",) if _on_torch(after) else ()
-    return still + shared.still_on(after, ("mhc-pre",), _TORCH_HC)
+    still = ("mhc-pre still goes through torch operations",) if _on_torch(after.trace) else ()
+    return still + shared.still_on(after.trace, ("mhc-pre",), _TORCH_HC)
 
 
 _HC_BEFORE = """\

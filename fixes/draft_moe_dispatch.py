@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
-from dsv4doctor.fixes import edit
+from dsv4doctor.fixes import draft_ways, edit
+from dsv4doctor.fixes.draft_ways import CUTLASS, MARLIN, Way, cutlass_takes_sm12x, ways_of
 from dsv4doctor.fixes.fix import (
     Absent,
     Change,
@@ -31,13 +33,11 @@ from dsv4doctor.fixes.fix import (
     Sources,
 )
 from dsv4doctor.fixes.reached import not_moved
-from dsv4doctor.models import Facts, Layer, Role, StoredFormat, Trace
+from dsv4doctor.models import Facts, Layer, Role, StoredFormat
 
 ID = "FIX101"
 _FOLDER = "sglang/srt/layers/quantization/"
 HYBRID = _FOLDER + "modelopt_quant.py"
-CUTLASS = _FOLDER + "mxfp4_flashinfer_cutlass_moe.py"
-MARLIN = _FOLDER + "mxfp4_marlin_moe.py"
 FP8 = _FOLDER + "fp8.py"
 SM100_METHOD = "Mxfp4FlashinferTrtllmMoEMethod"
 
@@ -97,26 +97,21 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
     if isinstance(target, Refused):
         return target
     body = branch.body.body  # type: ignore[attr-defined]
-    inserted = _code(sources, target)
+    ways = ways_of(sources, target)
+    inserted = _code(sources, ways)
     first_sm100 = next(line for line in body if m.findall(line, m.Name(SM100_METHOD)))
     new = piece.replaced([(first_sm100, edit.put_before(inserted, piece.newline))])
     return Change(
         sources={HYBRID: edit.with_piece(sources, piece, new)},
         at=(piece.at(body[-1]),),
         summary=(
-            f"On sm_90 and sm_12x the draft's MXFP4 experts get {_WORDS[target]} instead of "
-            f"{SM100_METHOD}, and follow --speculative-moe-runner-backend."
-            + (edit.stamp_sentence("moe_mxfp4", True) if target == "triton" else "")
+            f"On sm_90 and sm_12x the draft's MXFP4 experts get, instead of {SM100_METHOD}, "
+            f"{draft_ways.listed(ways)}, by --speculative-moe-runner-backend, or by the main "
+            "model's backend where that is not given."
         ),
         target=target,
+        aim=lambda trace, auto: draft_ways.aim(ways, trace, auto),
     )
-
-
-_WORDS = {
-    "cutlass": "FlashInfer's CUTLASS method",
-    "marlin": "the Marlin method (dsv4doctor's under expert parallelism)",
-    "triton": "dsv4doctor's Triton method",
-}
 
 
 def _arch_test(piece: edit.Piece, branch: cst.CSTNode) -> Present | None:
@@ -124,12 +119,6 @@ def _arch_test(piece: edit.Piece, branch: cst.CSTNode) -> Present | None:
         if piece.lines_of(branch)[0] <= piece.lines_of(name)[0]:
             return Present(piece.at(name), "fixed upstream")
     return None
-
-
-def cutlass_takes_sm12x(sources: Sources) -> bool:
-    """Whether the tree's CUTLASS method for MXFP4 has a form for sm_12x."""
-    names = edit.names_in(edit.parsed(sources, CUTLASS))
-    return bool(names & {"is_sm120_supported", "is_sm120"})
 
 
 def _target(sources: Sources, choice: Choice) -> str | Refused:
@@ -192,21 +181,7 @@ _OURS_RETURN = edit.from_ours(ID, "moe_mxfp4", "mxfp4_moe_method") + (
 )
 
 
-def _choices(sources: Sources, target: str) -> list[tuple[str, str]]:
-    """(condition, statements) in their order; the last one has no condition."""
-    asked = "backend.is_flashinfer_mxfp4() or backend.is_flashinfer_cutlass()"
-    cutlass = [(asked, _CUTLASS_RETURN)] if cutlass_takes_sm12x(sources) else []
-    marlin = [("backend.is_marlin()", _MARLIN_RETURN)] if MARLIN in sources else []
-    if target == "triton":
-        return [*marlin, *cutlass, ("", _OURS_RETURN)]
-    if target == "cutlass":
-        return [
-            ("backend.is_triton()", _OURS_RETURN),
-            *(("not global_ids", code) for _, code in marlin),
-            ("", _CUTLASS_RETURN),
-        ]
-    ours = "backend.is_triton() or (global_ids and layer.moe_ep_size > 1)"
-    return [*cutlass, (ours, _OURS_RETURN), ("", _MARLIN_RETURN)]
+_RETURNS = {"cutlass": _CUTLASS_RETURN, "marlin": _MARLIN_RETURN, "triton": _OURS_RETURN}
 
 
 def _predicates(missing: set[str]) -> list[str]:
@@ -220,7 +195,7 @@ def _predicates(missing: set[str]) -> list[str]:
     return [f"from sglang.srt.utils.common import (\n{names})"]
 
 
-def _code(sources: Sources, target: str) -> str:
+def _code(sources: Sources, ways: Sequence[Way]) -> str:
     names = edit.imported_names(edit.parsed(sources, HYBRID))
     ahead = []
     if "get_moe_runner_backend" not in names:
@@ -235,13 +210,14 @@ def _code(sources: Sources, target: str) -> str:
     if _borrowed_fp8_needs_config(sources):
         body.append("fp8_method.moe_runner_config = layer.moe_runner_config")
     body.append("backend = get_moe_runner_backend()")
-    if target != "triton":
+    if any("global_ids" in way.condition for way in ways):
         body.append('global_ids = backend.value.startswith("flashinfer")')
-    for condition, code in _choices(sources, target):
-        if condition:
-            body += [f"if {condition}:", textwrap.indent(code, "    ").rstrip()]
+    for way in ways:
+        code = _RETURNS[way.target].rstrip()
+        if way.condition:
+            body += [f"if {way.condition}:", textwrap.indent(code, "    ")]
         else:
-            body.append(code.rstrip())
+            body.append(code)
     lines.append(textwrap.indent("\n".join(body), "    "))
     return "\n".join([*ahead, "", *lines]) + "\n\n"
 
@@ -276,10 +252,10 @@ def needed(facts: Facts) -> str | None:
     return "a hybrid NVFP4 checkpoint is served with its MXFP4 draft"
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
-    if facts.trace is None or not _concerns(facts):
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
+    if facts.trace is None or after.trace is None or not _concerns(facts):
         return ()
-    before, now = facts.trace.of(Role.DRAFT), after.of(Role.DRAFT)
+    before, now = facts.trace.of(Role.DRAFT), after.trace.of(Role.DRAFT)
     return not_moved(before, now, changes, f"still gets {SM100_METHOD}")
 
 

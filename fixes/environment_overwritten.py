@@ -180,10 +180,10 @@ def needed(facts: Facts) -> str | None:
     return f"SGLang overrules what the launch sets: {', '.join(names)}" if names else None
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
     if not facts.arch.is_sm12x:
         return ()
-    return tuple(f"{name} is still overruled" for name in _overruled(facts, after))
+    return tuple(f"{name} is still overruled" for name in _overruled(facts, after.trace))
 
 
 # ------------------------------------------------------------------------ examples

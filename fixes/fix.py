@@ -8,9 +8,9 @@ are planned one after the other, each on what the one before it left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dsv4doctor.models import Facts, HotPath, Layer, Location, Trace
+from dsv4doctor.models import Facts, HotPath, Layer, Location, Role, Trace
 
 Sources = Mapping[str, str]
 """File, relative to the tree's root ("sglang/srt/...py") -> its text; absent files are left out."""
@@ -25,6 +25,22 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Aim:
+    """What a launch's layers come out with once a fix is in."""
+
+    role: Role
+    """Of this model's layers."""
+    target: str
+    """As in `Change.target`."""
+    method: str
+    """The class of the quant method."""
+    runner: str | None = None
+    """The runner backend; None: the method has none, or whichever."""
+    operation: str | None = None
+    """Our kernel: the server stops while it builds the model until this one is verified."""
+
+
+@dataclass(frozen=True)
 class Change:
     """The tree needs the fix, and this is it."""
 
@@ -35,7 +51,17 @@ class Change:
     summary: str
     """What changes, in one sentence; and what it takes on the serving machine, in another."""
     target: str | None = None
-    """What the layers get, e.g. "triton"; None: the fix is not about a layer's method."""
+    """What the layers get, e.g. "triton"; None: the fix is not about a layer's method.
+
+    Where the launch's flags choose among several, the one that they get without a flag.
+    """
+    auto: str | None = None
+    """What `--moe-runner-backend auto` becomes with it; None: it has no say in that."""
+    aim: Callable[[Trace, str | None], Aim | None] = field(
+        default=lambda trace, auto: None, compare=False
+    )
+    """(the trace before, what "auto" becomes once the whole plan is in) -> what the layers get:
+    the choice that the inserted code will make.  None: that cannot be said."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +121,12 @@ class Fix:
     """Why this launch needs it; None when it does not."""
     changes: Callable[[Layer], bool]
     """Whether a layer, as traced before, is one that the fix means to change."""
-    verify: Callable[[Facts, Trace], tuple[str, ...]]
-    """(facts before, trace after) -> what did not come out as planned."""
+    verify: Callable[[Facts, Facts], tuple[str, ...]]
+    """(facts before, facts after, with a trace) -> what did not come out as planned."""
     verified_by: str
     """How it is verified, in one line."""
     examples: tuple[Example, ...] = ()
     changes_path: Callable[[HotPath], bool] = lambda path: False
     """Likewise for a hot path beside the routed experts."""
+    leaves: Callable[[Facts, Outcome], str | None] = lambda facts, outcome: None
+    """What of its rules this launch is left with, in a place that it does not change."""

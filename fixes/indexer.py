@@ -12,7 +12,7 @@ import libcst.matchers as m
 from dsv4doctor.fixes import edit
 from dsv4doctor.fixes import verified_kernels as shared
 from dsv4doctor.fixes.fix import Absent, Choice, Example, Fix, Outcome, Present, Refused, Sources
-from dsv4doctor.models import Facts, Trace
+from dsv4doctor.models import Facts
 from dsv4doctor.rules.common import in_effect, is_true
 from dsv4doctor.rules.rule import NotChecked
 
@@ -64,8 +64,8 @@ def needed(facts: Facts) -> str | None:
     )
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
-    return shared.still_on(after, _PATHS, _TORCH) if facts.arch.is_sm12x else ()
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
+    return shared.still_on(after.trace, _PATHS, _TORCH) if facts.arch.is_sm12x else ()
 
 
 _BEFORE = """\

@@ -10,6 +10,7 @@ method: SGLang's own answer to it drops the clamp (0.5.14, 0.5.15) or raises.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import libcst as cst
@@ -18,6 +19,7 @@ import libcst.matchers as m
 from dsv4doctor.fixes import edit, swiglu_limit
 from dsv4doctor.fixes.fix import (
     Absent,
+    Aim,
     Change,
     Choice,
     Example,
@@ -27,11 +29,10 @@ from dsv4doctor.fixes.fix import (
     Refused,
     Sources,
 )
-from dsv4doctor.fixes.reached import not_moved
+from dsv4doctor.fixes.reached import NVFP4_METHOD, ROUTED, auto_is_routed, not_moved
 from dsv4doctor.models import Facts, Layer, Role, Trace
 
 ID = "FIX102"
-ROUTED = "flashinfer_trtllm_routed"
 METHOD = swiglu_limit.METHOD
 RUNNER = swiglu_limit.RUNNER
 MARLIN = "sglang/srt/layers/moe/moe_runner/marlin.py"
@@ -113,7 +114,18 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
             )
         ),
         target=target,
+        auto=_BACKENDS[target],
+        aim=aim_of(target),
     )
+
+
+def aim_of(target: str) -> Callable[[Trace, str | None], Aim]:
+    """What "auto" becomes is what the main layers get, in every launch that says "auto"."""
+    aim = Aim(Role.MAIN, target, NVFP4_METHOD, runner=_BACKENDS[target])
+    if target == "triton":
+        ours = "Dsv4DoctorModelOptNvFp4MoEMethod"
+        aim = Aim(Role.MAIN, target, ours, operation="moe_nvfp4")
+    return lambda trace, auto: aim
 
 
 def _place(sources: Sources) -> _Place | Outcome:
@@ -229,7 +241,7 @@ def _send_to_ours(changed: dict[str, str]) -> Outcome | None:
 
 
 def _on_routed(layer: Layer) -> bool:
-    return layer.quant_method == "ModelOptNvFp4FusedMoEMethod" and layer.runner_backend == ROUTED
+    return layer.quant_method == NVFP4_METHOD and layer.runner_backend == ROUTED
 
 
 def changes(layer: Layer) -> bool:
@@ -242,19 +254,15 @@ def changes(layer: Layer) -> bool:
 def needed(facts: Facts) -> str | None:
     if not facts.arch.is_sm12x or facts.trace is None:
         return None
-    chosen = any(
-        change.name == "moe_runner_backend" and change.before == "auto" and change.after == ROUTED
-        for change in facts.trace.arg_changes
-    )
-    if not chosen or not any(map(_on_routed, facts.trace.of(Role.MAIN))):
+    if not auto_is_routed(facts) or not any(map(_on_routed, facts.trace.of(Role.MAIN))):
         return None
     return f'"auto" becomes {ROUTED}, which has no {facts.arch.name} kernel'
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
-    if not facts.arch.is_sm12x or facts.trace is None:
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
+    if not facts.arch.is_sm12x or facts.trace is None or after.trace is None:
         return ()
-    before, now = facts.trace.of(Role.MAIN), after.of(Role.MAIN)
+    before, now = facts.trace.of(Role.MAIN), after.trace.of(Role.MAIN)
     return not_moved(before, now, _on_routed, f"is still on {ROUTED}")
 
 

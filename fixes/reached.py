@@ -1,10 +1,22 @@
-"""Whether layers that a fix moves came to a kernel: shared by the fixes about routed experts."""
+"""Where routed experts are and where they came to: shared by the fixes about them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dsv4doctor.models import Layer
+from dsv4doctor.models import Facts, Layer
+
+ROUTED = "flashinfer_trtllm_routed"
+"""SM100's runner for NVFP4 experts."""
+NVFP4_METHOD = "ModelOptNvFp4FusedMoEMethod"
+
+
+def auto_is_routed(facts: Facts) -> bool:
+    """Whether `--moe-runner-backend auto`, said or not, became SM100's runner in this launch."""
+    return any(
+        change.name == "moe_runner_backend" and change.before == "auto" and change.after == ROUTED
+        for change in (facts.trace.arg_changes if facts.trace else ())
+    )
 
 
 def not_moved(

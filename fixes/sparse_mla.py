@@ -14,7 +14,7 @@ import libcst.matchers as m
 from dsv4doctor.fixes import edit
 from dsv4doctor.fixes import verified_kernels as shared
 from dsv4doctor.fixes.fix import Absent, Choice, Example, Fix, Outcome, Present, Refused, Sources
-from dsv4doctor.models import Facts, Trace
+from dsv4doctor.models import Facts
 from dsv4doctor.rules.common import in_effect
 from dsv4doctor.rules.rule import NotChecked
 
@@ -76,8 +76,8 @@ def needed(facts: Facts) -> str | None:
         return None
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
-    return shared.still_on(after, _PATHS, _KERNEL) if facts.arch.is_sm12x else ()
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
+    return shared.still_on(after.trace, _PATHS, _KERNEL) if facts.arch.is_sm12x else ()
 
 
 _BEFORE = """\

@@ -23,8 +23,9 @@ from dsv4doctor.fixes.fix import (
     Refused,
     Sources,
 )
-from dsv4doctor.models import Facts, Layer, Trace
-from dsv4doctor.rules.common import call_text
+from dsv4doctor.fixes.reached import NVFP4_METHOD, ROUTED, auto_is_routed
+from dsv4doctor.models import Facts, Layer
+from dsv4doctor.rules.common import call_text, described, is_nvfp4_cutlass
 from dsv4doctor.verdicts import drops_clamp
 
 ID = "FIX103"
@@ -176,24 +177,57 @@ def needed(facts: Facts) -> str | None:
     limit = _limit(facts)
     if limit is None or facts.trace is None:
         return None
-    if any(drops_clamp(layer, call_text(facts, layer)) for layer in facts.trace.layers):
-        return f"the model's swiglu_limit ({limit:g}) does not reach the kernel"
-    routed = "flashinfer_trtllm_routed"
-    if facts.arch.is_sm12x and any(layer.runner_backend == routed for layer in facts.trace.layers):
+    if any(_here(layer) for layer in _losing(facts)):
+        return f"the model's swiglu_limit ({limit:g}) does not reach FlashInfer's CUTLASS MoE"
+    on_routed = any(layer.runner_backend == ROUTED for layer in facts.trace.layers)
+    if facts.arch.is_sm12x and auto_is_routed(facts) and on_routed:  # FIX102 moves them
         return f"the experts move to FlashInfer's CUTLASS MoE, and swiglu_limit is {limit:g}"
     return None
 
 
-def verify(facts: Facts, after: Trace) -> tuple[str, ...]:
+def _losing(facts: Facts) -> list[Layer]:
+    """The layers whose kernel provably does not get the model's clamp."""
+    if facts.trace is None or _limit(facts) is None:
+        return []
+    return [x for x in facts.trace.layers if drops_clamp(x, call_text(facts, x))]
+
+
+def _here(layer: Layer) -> bool:
+    """Whether the layer's kernel is called where this fix hands the clamp over."""
+    site = layer.kernel.call_site if layer.kernel else None
+    return is_nvfp4_cutlass(layer) and site is not None and site.file in (RUNNER, METHOD)
+
+
+def verify(facts: Facts, after: Facts) -> tuple[str, ...]:
     before = {layer.name: layer for layer in facts.trace.layers} if facts.trace else {}
-    return tuple(
-        f"{layer.name} no longer runs: {layer.error.message}"
-        for layer in after.layers
-        if layer.error is not None
-        and layer.name in before
-        and before[layer.name].error is None
-        and "swiglu" in layer.error.message
-    )
+    losing = {layer.name for layer in _losing(facts) if _here(layer)}
+    now = after.trace.layers if after.trace else ()
+    wrong = [f"{name} is not built any more" for name in losing - {layer.name for layer in now}]
+    for layer in now:
+        was, text = before.get(layer.name), call_text(after, layer)
+        site = described(layer.kernel.call_site if layer.kernel else None)
+        if layer.error is not None:
+            if was is not None and was.error is None and "swiglu" in layer.error.message:
+                wrong.append(f"{layer.name} no longer runs: {layer.error.message}")
+        elif is_nvfp4_cutlass(layer) and "swiglu_limit" not in text:
+            wrong.append(f"{layer.name}: the call at {site} is not seen to pass swiglu_limit")
+        elif layer.name in losing and drops_clamp(layer, text):
+            wrong.append(f"{layer.name}: swiglu_limit does not reach the kernel called at {site}")
+    return tuple(sorted(wrong))
+
+
+def leaves(facts: Facts, outcome: Outcome) -> str | None:
+    """The clamp that is lost in another kernel, and the flag that leads to this one."""
+    lost = [layer for layer in _losing(facts) if not _here(layer)]
+    if not lost:
+        return None
+    assert lost[0].kernel is not None
+    kernel = lost[0].kernel.symbol.rpartition(".")[2]
+    said = f"DSV107 stays open: {kernel} is called without swiglu_limit ({_limit(facts):g})"
+    passing = {Change: " with FIX103 passes it", Present: " passes it"}.get(type(outcome))
+    if passing is None or any(layer.quant_method != NVFP4_METHOD for layer in lost):
+        return f"{said}; no fix is about that"
+    return f"{said}; --moe-runner-backend flashinfer_cutlass{passing}"
 
 
 # ------------------------------------------------------------------------ examples
@@ -296,4 +330,5 @@ FIX = Fix(
         "the trace: the layers build their tensors, and the call that they reach passes them"
     ),
     examples=EXAMPLES,
+    leaves=leaves,
 )

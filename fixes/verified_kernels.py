@@ -114,10 +114,10 @@ def reaches(path: HotPath, names: tuple[str, ...], symbol: str) -> bool:
     return path.name in names and path.kernel is not None and symbol in path.kernel.symbol
 
 
-def still_on(after: Trace, names: tuple[str, ...], symbol: str) -> tuple[str, ...]:
+def still_on(after: Trace | None, names: tuple[str, ...], symbol: str) -> tuple[str, ...]:
     """What the fix was to change and did not, of the hot paths that were traced."""
     wrong = []
-    for path in after.paths:
+    for path in after.paths if after else ():
         if path.name not in names:
             continue
         if path.error is not None:

@@ -128,6 +128,13 @@ def call_text(facts: Facts, layer: Layer) -> str:
     return text_at(facts.call_texts, layer)
 
 
+def is_nvfp4_cutlass(layer: Layer) -> bool:
+    """Whether it is FlashInfer's CUTLASS MoE that computes a layer of ModelOpt's NVFP4."""
+    symbol = layer.kernel.symbol if layer.kernel else ""
+    by_modelopt = layer.quant_method == "ModelOptNvFp4FusedMoEMethod"
+    return by_modelopt and symbol.endswith(".cutlass_fused_moe")
+
+
 def described(location: Location | None) -> str:
     if location is None:
         return "a place that the trace could not name"

@@ -8,13 +8,21 @@ and nothing says so.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Facts, Finding, Remedy, Role, Severity, Verdict
-from dsv4doctor.rules.common import call_text, described
+from dsv4doctor.rules.common import call_text, described, is_nvfp4_cutlass
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import CALL_WITH_CLAMP, CALL_WITHOUT_CLAMP, MAIN_NVFP4_CUTLASS, facts
 from dsv4doctor.verdicts import drops_clamp
+
+_ELSEWHERE = Remedy(
+    "SGLang passes the clamp to FlashInfer's CUTLASS MoE (--moe-runner-backend "
+    "flashinfer_cutlass) from 0.5.21 on, and before that with FIX103 (`dsv4doctor fix` with that "
+    "flag); in this release the Marlin runner (--moe-runner-backend marlin) applies it."
+)
+_PATCHED = replace(_ELSEWHERE, fix="FIX103")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -45,12 +53,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                 f"the call at {described(site)} does not pass it",
             ),
             locations=(site,) if site else (),
-            remedy=Remedy(
-                "SGLang passes the clamp to FlashInfer's CUTLASS MoE (--moe-runner-backend "
-                "flashinfer_cutlass) from 0.5.21 on; in this release the Marlin runner "
-                "(--moe-runner-backend marlin) applies it.",
-                fix="FIX103",
-            ),
+            remedy=_PATCHED if is_nvfp4_cutlass(layer) else _ELSEWHERE,
         )
 
 

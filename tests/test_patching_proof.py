@@ -1,11 +1,13 @@
 """What counts as proved: recorded traces held against one another."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from patching_trees import ONE
 
 from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.fixes.fix import Aim, Fix
 from dsv4doctor.models import (
     Facts,
     HotPath,
@@ -17,7 +19,8 @@ from dsv4doctor.models import (
     Trace,
     Verdict,
 )
-from dsv4doctor.patching.proof import compare, modules_of, prove
+from dsv4doctor.patching.proof import Aims, Proof, modules_of, prove
+from dsv4doctor.patching.proof import compare as compare_facts
 from dsv4doctor.rules.samples import DRAFT_CUTLASS, DRAFT_TRTLLM, MAIN_CUTLASS, facts
 
 BEFORE = facts("sm_120", [*MAIN_CUTLASS, DRAFT_TRTLLM])
@@ -45,6 +48,10 @@ MLA = replace(ONE, id="FIX902", changes_path=lambda path: path.name == "sparse-m
 
 def _with(*layers: Layer, trace: Trace = TRACE, **changes: object) -> Trace:
     return replace(trace, layers=tuple(layers) or trace.layers, **changes)  # type: ignore[arg-type]
+
+
+def compare(before: Facts, after: Trace, fixes: Sequence[Fix], aims: Aims | None = None) -> Proof:
+    return compare_facts(before, replace(before, trace=after), fixes, aims or {})
 
 
 def _error(phase: str, message: str = "no") -> SglangError:
@@ -158,13 +165,39 @@ def test_what_is_meant_to_change_may_not_become_worse(
 
 
 def test_what_the_fix_itself_finds_wrong() -> None:
-    def fails(facts: Facts, trace: Trace) -> tuple[str, ...]:
+    def fails(facts: Facts, after: Facts) -> tuple[str, ...]:
         raise KeyError("a bug")
 
     doubting = replace(DRAFT, verify=lambda facts, trace: ("still on TRT-LLM",))
     assert compare(BEFORE, TRACE, [doubting]).problems == ("FIX901: still on TRT-LLM",)
     assert compare(BEFORE, TRACE, [replace(DRAFT, verify=fails)]).problems == (
         "FIX901: its check failed: KeyError: 'a bug'",
+    )
+
+
+def test_a_layer_that_gets_another_method_than_the_plan_said() -> None:
+    method = DRAFT_FIXED.quant_method
+    assert method is not None
+    said = Aim(Role.DRAFT, "triton", method)
+    names = (DRAFT_FIXED.name,)
+    assert compare(BEFORE, _FIXED, [DRAFT], {"FIX901": (said, names)}).problems == ()
+    other = replace(said, method="Dsv4DoctorMxfp4MoEMethod")
+    assert compare(BEFORE, _FIXED, [DRAFT], {"FIX901": (other, names)}).problems == (
+        f"FIX901: draft {DRAFT_FIXED.name} gets {method}, planned was Dsv4DoctorMxfp4MoEMethod",
+    )
+    runner = replace(said, runner="marlin")
+    assert compare(BEFORE, _FIXED, [DRAFT], {"FIX901": (runner, names)}).problems == (
+        f"FIX901: draft {DRAFT_FIXED.name} gets {method}/{DRAFT_FIXED.runner_backend}, "
+        f"planned was {method}/marlin",
+    )
+
+
+def test_nothing_built_is_nothing_proved() -> None:
+    """SGLang stops with the same error before and after."""
+    stopped = replace(TRACE, layers=(), errors=(_error("arguments", "no such flag"),))
+    proof = compare(replace(BEFORE, trace=stopped), stopped, [DRAFT])
+    assert proof.problems == (
+        "nothing was built: not proved (arguments: ValueError: no such flag)",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from dsv4doctor.fixes.fix import Change, Choice, Fix, Outcome, Present, Refused
+from dsv4doctor.fixes.fix import Aim, Change, Choice, Fix, Outcome, Present, Refused
 from dsv4doctor.models import Facts
 from dsv4doctor.patching import text
 from dsv4doctor.patching.journal import Applied
@@ -42,6 +42,9 @@ class Step:
     """Why the launch needs it, as the tree is now."""
     layers: tuple[str, ...] = ()
     """The layers that it means to change, of those traced."""
+    aim: Aim | None = None
+    """What those of `aimed` get; None: no method of theirs changes, or that cannot be said."""
+    aimed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def make(
         if (content := one.encode(sources[file])) != bases[file]
     }
     differing = {file for file in bases if contents.get(file, bases[file]) != current[file]}
-    return Plan(_renewed(steps, differing), tuple(applied), contents)
+    return Plan(_aimed(_renewed(steps, differing), facts), tuple(applied), contents)
 
 
 def carried_out(planned: Plan) -> Plan:
@@ -119,6 +122,49 @@ def carried_out(planned: Plan) -> Plan:
         for step in planned.steps
     )
     return replace(planned, steps=tuple(steps))
+
+
+def aims(planned: Plan, facts: Facts) -> dict[str, tuple[Aim, tuple[str, ...]]]:
+    """Fix -> what the layers of that name come out with once the plan is in.
+
+    `facts`: the launch before, without the fixes.
+    """
+    steps = _aimed(planned.steps, facts)
+    return {step.fix.id: (step.aim, step.aimed) for step in steps if step.aim is not None}
+
+
+def _aimed(steps: Sequence[Step], facts: Facts | None) -> tuple[Step, ...]:
+    """The steps that are in, or will be, with what this launch's layers get of them."""
+    trace = facts.trace if facts is not None else None
+    if trace is None:
+        return tuple(steps)
+    comes_in = (Status.PLANNED, Status.APPLIED, Status.RENEWED)
+    changes = {
+        step.fix.id: step.outcome
+        for step in steps
+        if step.status in comes_in and isinstance(step.outcome, Change)
+    }
+    autos = [
+        change.auto
+        for step in steps
+        if (change := changes.get(step.fix.id)) is not None
+        and change.auto is not None
+        and _needed(step.fix, facts)[0] is not None
+    ]
+
+    def aimed(step: Step) -> Step:
+        change = changes.get(step.fix.id)
+        if change is None:
+            return step
+        try:
+            aim = change.aim(trace, autos[0] if autos else None)
+            layers = trace.of(aim.role) if aim is not None else ()
+            names = tuple(layer.name for layer in layers if step.fix.changes(layer))
+        except Exception:  # a fix that fails there says nothing, as in `_layers`
+            return step
+        return replace(step, aim=aim, aimed=names) if names else step
+
+    return tuple(aimed(step) for step in steps)
 
 
 def _decoded(bases: Mapping[str, bytes]) -> tuple[dict[str, text.Text], dict[str, str]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from dsv4doctor.audit import Settings, audit
 from dsv4doctor.errors import DoctorError
-from dsv4doctor.fixes.fix import Fix
+from dsv4doctor.fixes.fix import Aim, Fix
 from dsv4doctor.models import Facts, HotPath, Layer, SglangTree, Trace, Verdict
 from dsv4doctor.target import Target
 
 Progress = Callable[[str], None]
+Aims = Mapping[str, tuple[Aim, tuple[str, ...]]]
+"""Fix -> what the layers of that name are to come out with (`plan.aims`)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def prove(
     before: Facts,
     fixes: Sequence[Fix],
     trace_again: Callable[[], Facts],
+    aims: Aims = MappingProxyType({}),
 ) -> tuple[Proof, Facts | None]:
     """The comparison with what `trace_again` gives; its facts, where there are any."""
     try:
@@ -69,16 +73,20 @@ def prove(
         return Proof((), (f"the changed tree could not be traced: {error.message}",)), None
     if facts.trace is None:
         return Proof((), (f"the changed tree gave no trace: {facts.trace_failure}",)), facts
-    return compare(before, facts.trace, fixes), facts
+    return compare(before, facts, fixes, aims), facts
 
 
-def compare(before: Facts, after: Trace, fixes: Sequence[Fix]) -> Proof:
-    """`after` against the trace in `before`: what `fixes` mean to change, and all the rest.
+def compare(
+    before: Facts, now: Facts, fixes: Sequence[Fix], aims: Aims = MappingProxyType({})
+) -> Proof:
+    """The trace in `now` against that in `before`: what `fixes` mean to change, and all the rest.
 
     A layer or path that was not built before may appear where its model stopped with an error.
     A fix that this launch does not need may still lie in the tree, and has nothing to show.
+    Where neither trace came as far as a layer or path, nothing is shown at all.
     """
-    old = before.trace
+    old, after = before.trace, now.trace
+    assert after is not None
     failed = {error.phase.split()[0] for error in _errors(old)}
     changes: list[LayerChange] = []
     wrong: list[tuple[str, str, str]] = []
@@ -94,10 +102,12 @@ def compare(before: Facts, after: Trace, fixes: Sequence[Fix]) -> Proof:
             wrong.append((pair.role, pair.name, worse))
         before_it, after_it = (end.shown if end else None for end in (pair.was, pair.now))
         changes.append(LayerChange(pair.name, pair.role, before_it, after_it, pair.meant))
-    problems = [*_gathered(wrong), *_new_errors(old, after)]
+    problems = [*_gathered(wrong), *_new_errors(old, after), *_missed(after, aims)]
+    if not pairs:
+        problems.append(_nothing_built(after))
     for fix in fixes:
         if _is_needed(fix, before):
-            problems += [f"{fix.id}: {text}" for text in _verified(fix, before, after)]
+            problems += [f"{fix.id}: {text}" for text in _verified(fix, before, now)]
     return Proof(tuple(changes), tuple(dict.fromkeys(problems)), len(pairs) - len(changes))
 
 
@@ -192,7 +202,28 @@ def _is_needed(fix: Fix, before: Facts) -> bool:
         return True  # then its check says what is wrong
 
 
-def _verified(fix: Fix, before: Facts, after: Trace) -> tuple[str, ...]:
+def _missed(after: Trace, aims: Aims) -> Iterator[str]:
+    """Layers that came out with another method or runner than the plan said."""
+    for fix, (aim, names) in aims.items():
+        wrong = []
+        for layer in after.of(aim.role):
+            runner = layer.runner_backend if aim.runner is not None else None
+            came_out = (layer.quant_method, runner)
+            as_said = layer.error is not None or came_out == (aim.method, aim.runner)
+            if layer.name in names and not as_said:
+                got = "/".join(filter(None, came_out)) or "no method"
+                wrong.append((aim.role.value, layer.name, f"gets {got}"))
+        planned = "/".join(filter(None, (aim.method, aim.runner)))
+        yield from (f"{fix}: {text}, planned was {planned}" for text in _gathered(wrong))
+
+
+def _nothing_built(after: Trace) -> str:
+    stopped = _errors(after)
+    why = f" ({stopped[0].phase}: {stopped[0].text.splitlines()[0][:200]})" if stopped else ""
+    return f"nothing was built: not proved{why}"
+
+
+def _verified(fix: Fix, before: Facts, after: Facts) -> tuple[str, ...]:
     try:
         return fix.verify(before, after)
     except Exception as error:

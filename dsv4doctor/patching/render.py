@@ -96,7 +96,7 @@ def _step(step: Step) -> dict[str, Any]:
         "status": step.status.value,
         "why": step.why,
         "summary": outcome.summary if isinstance(outcome, Change) else None,
-        "target": outcome.target if isinstance(outcome, Change) else None,
+        "target": _target(step),
         "at": [jsonio.to_plain(at) for at in _places(outcome)],
         "reason": _reason(outcome),
         "refused": {
@@ -109,6 +109,12 @@ def _step(step: Step) -> dict[str, Any]:
         "layers": list(step.layers),
         "verified_by": step.fix.verified_by,
     }
+
+
+def _target(step: Step) -> str | None:
+    if step.aim is not None:
+        return step.aim.target
+    return step.outcome.target if isinstance(step.outcome, Change) else None
 
 
 def _places(outcome: FixOutcome) -> tuple[Location, ...]:
@@ -218,8 +224,20 @@ def _one(step: Step) -> Iterator[RenderableType]:
         yield _indented(f"in {outcome.file}, expected (-) and found (+):")
         yield Padding(Text(_expectation(outcome)), (0, 0, 0, 4))
     if isinstance(outcome, Change) and step.layers:
-        target = f" to {outcome.target}" if outcome.target else ""
-        yield _indented(f"layers{target}: {named(step.layers)}")
+        yield from (_indented(line) for line in _layers(step, outcome))
+
+
+def _layers(step: Step, change: Change) -> Iterator[str]:
+    """The layers that the fix means to change, and what they get."""
+    if step.aim is None:
+        target = f" to {change.target}" if change.target else ""
+        yield f"layers{target}: {named(step.layers)}"
+        return
+    method = "/".join(filter(None, (step.aim.method, step.aim.runner)))
+    yield f"layers to {step.aim.target} ({method}): {named(step.aimed)}"
+    others = [name for name in step.layers if name not in step.aimed]
+    if others:
+        yield f"other layers: {named(others)}"
 
 
 def _indented(text: str) -> Padding:

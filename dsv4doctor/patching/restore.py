@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.fixes.fix import Fix
-from dsv4doctor.patching import disk, plan, pristine, standing
+from dsv4doctor.patching import disk, plan, pristine, standing, verifying
 from dsv4doctor.patching.apply import recover, refuse_unwritable
 from dsv4doctor.patching.journal import Journal, Store
 from dsv4doctor.patching.plan import Wish
@@ -92,13 +92,23 @@ def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
         said = "nothing of ours is in this tree"
         if elsewhere:
             said = f"{', '.join(elsewhere)} is in this tree, put there without this user's journal"
-        return Outcome("status", store.tree, 0, said)
+        notes = tuple(verifying.of_tree(root, fixes)) if elsewhere else ()
+        return Outcome("status", store.tree, 0, said, notes=notes)
     found = standing.stands(root, journal, judge)
     names = {
         name: judge.of(name, store.content(kept.sha256)) for name, kept in journal.originals.items()
     }
     code, said = _said_status(journal, found)
-    return Outcome("status", store.tree, code, said, pristine=names, journal=journal, stands=found)
+    return Outcome(
+        "status",
+        store.tree,
+        code,
+        said,
+        pristine=names,
+        journal=journal,
+        stands=found,
+        notes=tuple(verifying.of_tree(root, fixes)),
+    )
 
 
 def _said_status(journal: Journal, found: Mapping[str, standing.Stand]) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from pathlib import Path
 from dsv4doctor.audit import Settings
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Facts, SglangTree
-from dsv4doctor.patching import overlay, plan, shadow
+from dsv4doctor.patching import overlay, plan, shadow, verifying
 from dsv4doctor.patching.apply import refuse_unwritable
 from dsv4doctor.patching.journal import Store
 from dsv4doctor.patching.plan import Plan, Status, Wish
@@ -76,7 +76,12 @@ def make_plan(job: Job, command: str = "plan") -> Outcome:
     The exit code is 4 when a fix that is needed is refused, and 3 when the trace stopped short; of
     `command` "check" it is 1 when a fix is missing for whatever reason.
     """
-    return _draft(job, view(job.store, job.fixes), command).outcome
+    draft = _draft(job, view(job.store, job.fixes), command)
+    return _noted(draft.outcome, verifying.of_plan(draft.plan, draft.facts))
+
+
+def _noted(outcome: Outcome, notes: Iterable[str]) -> Outcome:
+    return replace(outcome, notes=(*outcome.notes, *notes))
 
 
 def _draft(job: Job, seen: View, command: str) -> Draft:
@@ -101,7 +106,11 @@ def _draft(job: Job, seen: View, command: str) -> Draft:
         changes,
         pristine_of(seen, list(changes)),
         journal=seen.journal,
-        notes=(*seen.notes, *(f"the trace stopped short: {text}" for text in stopped)),
+        notes=(
+            *seen.notes,
+            *(f"the trace stopped short: {text}" for text in stopped),
+            *verifying.left_open(planned, facts),
+        ),
     )
     return Draft(planned, facts, outcome)
 
@@ -141,7 +150,8 @@ def apply(job: Job) -> Outcome:
         refuse_lost(draft.plan, seen.held)
         unproved = seen.journal is not None and not seen.journal.settled.proved
         if not draft.outcome.changes and not unproved:
-            return replace(draft.outcome, said=f"nothing to do: {draft.outcome.said}")
+            outcome = replace(draft.outcome, said=f"nothing to do: {draft.outcome.said}")
+            return _noted(outcome, verifying.of_plan(draft.plan, draft.facts))
         notes = refuse_running(job.tree, job.asked.force)
         refuse_unwritable(job.store, list(draft.outcome.changes))
         outcome = replace(draft.outcome, notes=(*draft.outcome.notes, *notes))
@@ -156,7 +166,8 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
     taken = [step.fix for step in planned.of(*_TAKEN)]
     done = write(job.store, seen, planned, "apply")
     try:
-        proof, after = prove(before, taken, lambda: job.facts(job.tree, planned.contents))
+        aims = plan.aims(planned, before)
+        proof, after = prove(before, taken, lambda: job.facts(job.tree, planned.contents), aims)
     except BaseException:
         undo(job.store, seen, done)
         raise
@@ -168,7 +179,8 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
         now = "without any fix" if unproved else "as it was"
         said = f"taken back, the tree is {now}: the proof failed"
         return replace(draft.outcome, exit_code=4, said=said, proof=proof, journal=None)
-    notes = [*draft.outcome.notes, *_needed_next(planned, after), *_to_verify(after)]
+    notes = [*draft.outcome.notes, *_needed_next(planned, after)]
+    notes += verifying.of_trace(after)
     if done is not None:
         done = replace(done, settled=replace(done.settled, proved=True))
         try:
@@ -206,22 +218,6 @@ def _needed_next(planned: Plan, after: Facts | None) -> list[str]:
     ]
 
 
-_VERIFY = re.compile(r"kernels verify --only (\w+)")
-
-
-def _to_verify(after: Facts | None) -> list[str]:
-    """What the trace cannot prove: our kernels' numbers on the GPU that serves."""
-    trace = after.trace if after is not None else None
-    if trace is None:
-        return []
-    reasons = [layer.reason for layer in trace.layers] + [path.reason for path in trace.paths]
-    found = sorted({name for reason in reasons for name in _VERIFY.findall(reason)})
-    if not found:
-        return []
-    only = " ".join(f"--only {name}" for name in found)
-    return [f"run this on the serving machine before the server: dsv4doctor kernels verify {only}"]
-
-
 # ------------------------------------------------------------------------------ overlay
 
 
@@ -234,14 +230,17 @@ def write_overlay(job: Job, folder: Path) -> Outcome:
     contents = draft.plan.contents
     new = [step.fix for step in draft.plan.of(Status.PLANNED)]
     proof: Proof | None = None
+    after: Facts | None = draft.facts
     if contents:
         with tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
             patched = shadow.build(job.tree, contents, Path(scratch) / "tree")
-            proof, _ = prove(draft.facts, new, lambda: job.facts(patched, contents))
+            aims = plan.aims(draft.plan, draft.facts)
+            proof, after = prove(draft.facts, new, lambda: job.facts(patched, contents), aims)
         if proof.problems:
             said = f"the proof failed: {folder} is not written"
             return replace(draft.outcome, exit_code=4, said=said, proof=proof)
     overlay.write(folder, job.tree, [fix.id for fix in new], seen.bases, contents)
     proved = ", proved by trace" if proof else ", with nothing in it: no fix is to be put in"
-    said = f"{folder} written{proved}; start with: dsv4doctor run --overlay {folder} -- COMMAND"
-    return replace(draft.outcome, said=said, proof=proof)
+    start = shlex.join(["dsv4doctor", "run", "--overlay", str(folder), "--", "COMMAND"])
+    said = f"{folder} written{proved}; start with: {start}"
+    return _noted(replace(draft.outcome, said=said, proof=proof), verifying.of_trace(after))

@@ -1,0 +1,82 @@
+"""What is said beside a plan or a proof: our kernels to verify, and what stays as it is.
+
+A trace runs no kernel and asks for no stamp.  Routed experts on our kernel have no other right
+path: without its stamp the server stops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dsv4doctor.fixes.fix import Fix
+from dsv4doctor.models import Facts
+from dsv4doctor.patching import disk
+from dsv4doctor.patching.plan import Plan
+from dsv4doctor.patching.proof import named
+
+_COMMAND = "kernels verify --only"
+_IN_REASON = re.compile(rf"{_COMMAND} (\w+)")
+_IN_SOURCE = re.compile(rb"from dsv4doctor\.kernels\.adapters\.(moe_\w+) import")
+
+
+def of_plan(planned: Plan, facts: Facts) -> list[str]:
+    """Of the layers that go to our kernels, and those that are there already."""
+    wanted = _experts(facts)
+    for step in planned.steps:
+        if step.aim is not None and step.aim.operation is not None:
+            wanted.setdefault(step.aim.operation, []).extend(step.aimed)
+    return list(_stopping(wanted))
+
+
+def of_trace(after: Facts | None) -> list[str]:
+    """What the trace of a patched tree cannot prove: our kernels' numbers on the GPU."""
+    if after is None or after.trace is None:
+        return []
+    wanted = _experts(after)
+    on_paths = (name for path in after.trace.paths for name in _IN_REASON.findall(path.reason))
+    found = sorted({*wanted, *on_paths})
+    if not found:
+        return []
+    only = " ".join(f"--only {name}" for name in found)
+    run = f"run this on the serving machine before the server: dsv4doctor kernels verify {only}"
+    return [*_stopping(wanted), run]
+
+
+def of_tree(root: Path, fixes: Sequence[Fix]) -> list[str]:
+    """The same of the code that is in a tree; which launches come by it is not known here."""
+    files = (disk.read(root / name) for name in dict.fromkeys(n for f in fixes for n in f.files))
+    contents = [file.content for file in files if file is not None]
+    found = {name.decode() for content in contents for name in _IN_SOURCE.findall(content)}
+    return [
+        f"routed experts that go to dsv4doctor's own kernel: {_stops(name)}"
+        for name in sorted(found)
+    ]
+
+
+def left_open(planned: Plan, facts: Facts) -> list[str]:
+    """What the fixes leave as it is in this launch."""
+    said = (step.fix.leaves(facts, step.outcome) for step in planned.steps)
+    return [text for text in said if text is not None]
+
+
+def _experts(facts: Facts) -> dict[str, list[str]]:
+    """Operation -> the layers whose kernel it is."""
+    wanted: dict[str, list[str]] = {}
+    for layer in facts.trace.layers if facts.trace else ():
+        for name in _IN_REASON.findall(layer.reason):
+            wanted.setdefault(name, []).append(layer.name)
+    return wanted
+
+
+def _stopping(wanted: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for operation, layers in sorted(wanted.items()):
+        yield f"{named(layers)} on dsv4doctor's own kernel: {_stops(operation)}"
+
+
+def _stops(operation: str) -> str:
+    return (
+        "the server stops while it builds the model until "
+        f"`dsv4doctor {_COMMAND} {operation}` was run on the serving machine"
+    )
