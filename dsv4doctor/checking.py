@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -18,11 +17,11 @@ from dsv4doctor.audit import Settings, audit
 from dsv4doctor.config import Config, TargetConfig
 from dsv4doctor.errors import DoctorError, UsageError
 from dsv4doctor.models import Failure, Report, RouterLaunch, Run, Severity
+from dsv4doctor.outputs import Input, Output, read_by, refuse_inputs
 from dsv4doctor.pair import is_pair, paired, sort_scripts
 from dsv4doctor.target import Options
 from dsv4doctor.terminal import Progress, check_writable, deliver
 
-_LINE = re.compile(r":\d+\Z")
 _NAMES_A_LAUNCH = ("model", "launch", "flags", "snapshot")
 
 
@@ -158,37 +157,25 @@ def parse_reports(texts: Sequence[str], formats: Sequence[str]) -> dict[str, str
     return found
 
 
-def check_outputs(planned: Plan, output: str | None, reports: Iterable[str]) -> None:
-    """UsageError for an output file that is an input, or that another output is written to."""
-    inputs = [(planned.baseline, "the baseline"), (planned.source, "the configuration")]
+def check_outputs(
+    planned: Plan, output: str | None, reports: Iterable[str], update: bool = False
+) -> None:
+    """UsageError for an output file that is an input, or that another output is written to.
+
+    With `update` the baseline is an output too.
+    """
+    outputs: list[Output] = [("--output", output)]
+    outputs += [("--report", file) for file in reports]
+    inputs: list[Input] = [(planned.source, "the configuration")]
+    if update:
+        outputs.insert(0, ("--baseline", planned.baseline))
+    else:
+        inputs.append((planned.baseline, "the baseline"))
     for asked in planned.targets:
-        inputs.append((_text(asked.options.snapshot), "the snapshot"))
-        inputs.append((_text(asked.options.launch), "the launch script"))
+        inputs += read_by(asked.options)
     if planned.router is not None:
         inputs.append((planned.router.source, "the router's script"))
-    outputs = [("--output", output)] if output is not None else []
-    outputs += [("--report", file) for file in reports]
-    for place, (flag, file) in enumerate(outputs):
-        for given, what in inputs:
-            # FILE:LINE names a line of a script
-            if given is not None and any(
-                _is_same(file, name) for name in (given, _LINE.sub("", given))
-            ):
-                raise UsageError(f"{flag} {file}: this is {what}", "give another file")
-        if any(_is_same(file, other) for _, other in outputs[:place]):
-            raise UsageError(f"{flag} {file}: it is written twice", "give another file")
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _is_same(first: str, second: str) -> bool:
-    """Whether both name one file, there or yet to be written; a terminal may be named twice."""
-    try:
-        return os.path.samefile(first, second) and os.path.isfile(first)
-    except (OSError, ValueError):
-        return os.path.realpath(first) == os.path.realpath(second)
+    refuse_inputs(outputs, inputs)
 
 
 def examine(

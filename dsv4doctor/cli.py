@@ -30,6 +30,7 @@ from dsv4doctor.errors import DoctorError, UsageError, shortened
 from dsv4doctor.fix_cli import fix_command, run_command
 from dsv4doctor.kernels_cli import kernels_group
 from dsv4doctor.matrix_cli import matrix_command
+from dsv4doctor.outputs import read_by, refuse_inputs
 from dsv4doctor.plan_cli import plan_group
 from dsv4doctor.profile_cli import profile_command
 from dsv4doctor.terminal import (
@@ -139,8 +140,10 @@ def snapshot(ctx: click.Context, /, output: str | None, debug: bool, **options: 
 
     ctx.obj.update(debug=debug, output=output)
     check_writable(output)
+    asked = _options(ctx, options)
+    refuse_inputs([("--output", output)], read_by(asked))
     with Progress() as progress:
-        taken = facts_of_machine(_options(ctx, options), progress.download)
+        taken = facts_of_machine(asked, progress.download)
     deliver(text_of(taken), output)
     parts = {
         "GPU": taken.gpu.gpus,
@@ -203,7 +206,7 @@ def report_launch(
     update = options.get("update_baseline", False)
     said = _said(ctx, options)
     planned = checking.plan(said, options["targets"], checking.read_config(options["config"]))
-    checking.check_outputs(planned, options["output"], files)
+    checking.check_outputs(planned, options["output"], files, update)
     checking.check_baseline(planned, update)
     settings = Settings(
         roles=tuple(Role(role) for role in roles),
@@ -348,18 +351,22 @@ def _misused(error: click.ClickException) -> int:
     elif isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"see {error.ctx.command_path} --help"
     if isinstance(error, click.BadParameter) and error.param is not None:
-        message = f"{_given_as(error)}: {error.message.rstrip('.')}"
+        is_missing = isinstance(error, click.MissingParameter)
+        why = " is missing" if is_missing else f": {error.message.rstrip('.')}"
+        message = f"{_given_as(error)}{why}"
     _complain(shortened(message), hint)
     return 2
 
 
 def _given_as(error: click.BadParameter) -> str:
-    """The option, or the variable that stands for it where that is what was set."""
+    """The option or argument, or the variable that stands for it where that is what was set."""
     parameter, ctx = error.param, error.ctx
     assert parameter is not None
     source = ctx.get_parameter_source(parameter.name or "") if ctx else None
     if source is ParameterSource.ENVIRONMENT and isinstance(parameter.envvar, str):
         return parameter.envvar
+    if isinstance(parameter, click.Argument):
+        return parameter.human_readable_name
     return next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
 
 

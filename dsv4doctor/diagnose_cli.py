@@ -11,6 +11,7 @@ import click
 
 from dsv4doctor.cli_options import debug_option, format_option, output_option, timeout_option
 from dsv4doctor.errors import DoctorError, UsageError
+from dsv4doctor.outputs import read_by, refuse_inputs
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, width
 
 if TYPE_CHECKING:
@@ -67,9 +68,12 @@ def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
         ctx.obj.update(debug=options["debug"], format=options["style"], output=options["output"])
     from dsv4doctor.diagnose.render import summary
     from dsv4doctor.diagnose.run import diagnose
+    from dsv4doctor.target import Options
 
-    _refuse_own_log(log, options["output"])
     check_writable(options["output"])
+    read = Options(model=options["model"], python=options["python"])
+    given = "/dev/stdin" if log == "-" else log
+    refuse_inputs([("--output", options["output"])], [(given, "the log"), *read_by(read)])
     arch = None if options["arch"] == "auto" else options["arch"]
     report, failure = None, None
     with Progress() as progress:
@@ -88,19 +92,6 @@ def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
             ctx.obj.update(format="console")  # standard output has its one JSON object
         raise failure
     ctx.exit(diagnosis.exit_code)
-
-
-def _refuse_own_log(log: str, output: str | None) -> None:
-    """UsageError where the output would take the place of the log, through a link too."""
-    if output is None:
-        return
-    try:
-        read = os.fstat(0) if log == "-" else os.stat(log)
-        is_same = os.path.samestat(read, os.stat(output)) and stat.S_ISREG(read.st_mode)
-    except (OSError, ValueError):
-        return  # there is no such file yet, or reading it says what is wrong
-    if is_same:
-        raise UsageError(f"-o {output[:500]} names the log itself", "give another file")
 
 
 def _reading(log: str) -> str:

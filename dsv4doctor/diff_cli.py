@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4doctor.cli_options import format_option, output_option
-from dsv4doctor.terminal import deliver, say, wants_color
+from dsv4doctor.outputs import refuse_inputs
+from dsv4doctor.terminal import check_writable, deliver, say, wants_color
 
 if TYPE_CHECKING:
     from dsv4doctor.drift import Comparison
@@ -38,6 +39,9 @@ def diff_command(
     from dsv4doctor.report import drift as rendering
 
     ctx.obj.update(format=style, output=output)
+    check_writable(output)
+    reports = [(predicted, "the prediction"), (recorded, "the recording")]
+    refuse_inputs([("--output", output)], reports)
     comparison = compare(read_report(predicted), read_report(recorded))
     if style == "json":
         text = rendering.as_json(comparison)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -10,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import read_json, shown
+from dsv4doctor.jsonio import from_plain
 
 SCHEMA = "dsv4doctor-report/1"
+_MAX_BYTES = 256 << 20
 _ABOUT_THE_MACHINE = {"model_path", "speculative_draft_model_path", "mem_fraction_static"}
 """Arguments that differ between machines, and decide no kernel."""
 _OURS = ("triton:", "tilelang:", "jit:", "torch.ops.", "sglang.")
@@ -61,21 +63,76 @@ class Comparison:
 def read_report(path: Path) -> dict[str, Any]:
     """A report of `dsv4doctor trace --format json`; UsageError for anything else."""
     hint = "write one with `dsv4doctor trace --format json -o FILE`, or record one in the server"
-    try:
-        plain = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or "not JSON"
-        raise UsageError(f"{path}: {reason}", hint) from error
+    plain = read_json(path, _MAX_BYTES, hint)
     if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
         raise UsageError(f"{path}: not a report of dsv4doctor ({SCHEMA})", hint)
-    if any(error.get("kind") != "sglang" for error in plain.get("errors", ())):
-        message = plain["errors"][0].get("message")
-        raise UsageError(f"{path}: the report of a run that gave no trace ({message})", hint)
-    try:
-        list(_layers(plain)), list(_paths(plain))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: a report with a part missing ({error})", hint) from error
+    # A run that gave no trace has its errors and not much else.
+    errors = from_plain(plain, _Errors, str(path)).errors
+    if any(error.kind != "sglang" for error in errors):
+        said = shown(errors[0].message)
+        raise UsageError(f"{path}: the report of a run that gave no trace ({said})", hint)
+    from_plain(plain, _Report, str(path))
     return plain
+
+
+# ------------------------------------------------------------------------ what is read of one
+
+
+@dataclass(frozen=True)
+class _Error:
+    kind: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class _Errors:
+    errors: tuple[_Error, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    symbol: str
+
+
+@dataclass(frozen=True)
+class _Layer:
+    role: str
+    name: str
+    quant_method: str | None
+    runner_backend: str | None
+    flags_consulted: tuple[str, ...]
+    kernel: _Kernel | None
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Path:
+    role: str
+    name: str
+    layers: tuple[str, ...]
+    choice: str | None
+    kernel: _Kernel | None
+    detail: str | None
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Release:
+    version: str | None
+
+
+@dataclass(frozen=True)
+class _Report:
+    arch: str | None
+    resolved_args: dict[str, Any]
+    layers: tuple[_Layer, ...]
+    paths: tuple[_Path, ...]
+    sglang: _Release | None = None
+
+
+# ------------------------------------------------------------------------ comparison
 
 
 def compare(predicted: dict[str, Any], recorded: dict[str, Any]) -> Comparison:

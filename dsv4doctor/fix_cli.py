@@ -14,6 +14,8 @@ from dsv4doctor.errors import DoctorError, UsageError
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, wants_color, width
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dsv4doctor.fixes.fix import Fix
     from dsv4doctor.models import SglangTree
     from dsv4doctor.patching.journal import Store
@@ -68,12 +70,12 @@ def fix_command(ctx: click.Context, /, **options: Any) -> None:
       dsv4doctor fix --status --python /venv/bin/python
       dsv4doctor fix --revert --only FIX101 --python /venv/bin/python
     """  # fmt: skip
-    mode = _mode(options)
-    style = options["format"]
+    mode, style = "plan", options["format"]
     # An error is rendered here, in this command's own schema.
     ctx.obj.update(debug=options["debug"], format="console", output=options["output"])
-    check_writable(options["output"])
     try:
+        mode = _mode(options)
+        check_writable(options["output"])
         with Progress() as progress:
             outcome = _outcome(ctx, mode, options, progress)
     except DoctorError as error:
@@ -100,8 +102,6 @@ def run_command(ctx: click.Context, /, overlay: str) -> None:
       dsv4doctor run --overlay /data/overlay -- python -m sglang.launch_server --model-path M
       dsv4doctor run --overlay /data/overlay -- sglang serve M --tp 4
     """
-    from pathlib import Path
-
     from dsv4doctor.patching import overlay as overlays
 
     command = ctx.meta.get(FLAGS_KEY, ())
@@ -109,7 +109,7 @@ def run_command(ctx: click.Context, /, overlay: str) -> None:
         raise UsageError(
             "run: no command", "write it after `--`: dsv4doctor run --overlay DIR -- python ..."
         )
-    folder = Path(os.path.expanduser(overlay))
+    folder = _overlay_folder(overlay)
     overlays.refuse_outdated(folder, overlays.read(folder))
     overlays.refuse_blind(command)
     overlays.start(command, overlays.environment(folder, os.environ))
@@ -122,7 +122,8 @@ def _mode(options: dict[str, Any]) -> str:
         raise UsageError(f"--{given[0]} and --{given[1]} are both given", "give one of the two")
     mode = given[0] if given else "plan"
     if options["overlay"] is not None:
-        if mode not in ("plan", "apply"):
+        _overlay_folder(options["overlay"])
+        if mode != "plan":
             raise UsageError(f"--{mode} and --overlay are both given", "give one of the two")
         return "overlay"
     return mode
@@ -133,9 +134,35 @@ def _outcome(ctx: click.Context, mode: str, options: dict[str, Any], progress: P
     from dsv4doctor.patching.view import Asked
 
     asked = Asked(_ids(options["only"], ALL), options["kernel"], options["force"])
+    said = _said(ctx, options)
     if mode in ("status", "revert", "recover"):
-        return _of_tree(mode, _said(ctx, options), asked, ALL, progress)
-    return _of_launch(mode, options, _said(ctx, options), asked, ALL, progress)
+        return _of_tree(mode, said, asked, ALL, progress)
+    return _of_launch(mode, options, said, asked, ALL, progress)
+
+
+def _overlay_folder(text: str) -> Path:
+    """The folder of --overlay; UsageError for none."""
+    from pathlib import Path
+
+    if not text:
+        raise UsageError("--overlay: no folder", "write it like --overlay /data/overlay")
+    return Path(os.path.expanduser(text))
+
+
+def _refuse_inputs(options: dict[str, Any], said: Options, source: str | None) -> None:
+    """UsageError for an output over what is read, or over what fixes are taken back with."""
+    from dsv4doctor.outputs import read_by, refuse_inputs
+    from dsv4doctor.patching.journal import default_state
+
+    overlay = _overlay_folder(options["overlay"]) if options["overlay"] is not None else None
+    refuse_inputs(
+        [("--overlay", overlay), ("--output", options["output"])],
+        [
+            *read_by(said),
+            (source, "the configuration"),
+            (default_state() / "trees", "what fixes are taken back with"),
+        ],
+    )
 
 
 def _ids(only: tuple[str, ...], fixes: tuple[Fix, ...]) -> tuple[str, ...]:
@@ -171,8 +198,6 @@ def _of_launch(
     fixes: tuple[Fix, ...],
     progress: Progress,
 ) -> Outcome:
-    from pathlib import Path
-
     from dsv4doctor.audit import Settings
     from dsv4doctor.patching import work
     from dsv4doctor.target import resolve
@@ -183,7 +208,7 @@ def _of_launch(
     )
     job = work.Job(_store(target.tree), fixes, target, asked, settings, progress.phase)
     if mode == "overlay":
-        return work.write_overlay(job, Path(os.path.expanduser(options["overlay"])))
+        return work.write_overlay(job, _overlay_folder(options["overlay"]))
     return work.apply(job) if mode == "apply" else work.make_plan(job, mode)
 
 
@@ -197,12 +222,14 @@ def _said(ctx: click.Context, options: dict[str, Any]) -> Options:
     }
     said["flags"] = ctx.meta.get(FLAGS_KEY, ())
     config = checking.read_config(options["config"])
-    targets = checking.plan(said, options["targets"], config).targets
+    planned = checking.plan(said, options["targets"], config)
+    targets = planned.targets
     if len(targets) > 1:
         names = ", ".join(asked.policy.target or "launch" for asked in targets)
         raise UsageError(
             f"the configuration has several targets ({names})", "say which one: --target NAME"
         )
+    _refuse_inputs(options, targets[0].options, planned.source)
     return targets[0].options
 
 

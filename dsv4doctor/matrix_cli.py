@@ -16,6 +16,7 @@ from dsv4doctor.cli_options import (
     output_option,
     timeout_option,
 )
+from dsv4doctor.outputs import read_by, refuse_inputs
 from dsv4doctor.terminal import (
     Progress,
     check_writable,
@@ -29,6 +30,7 @@ from dsv4doctor.terminal import (
 if TYPE_CHECKING:
     from dsv4doctor.matrix import Matrix
     from dsv4doctor.matrix_run import Plan, Release
+    from dsv4doctor.outputs import Input
     from dsv4doctor.report.matrix import Advice
 
 _FORMATS = ("console", "json", "csv", "markdown", "html")
@@ -127,13 +129,14 @@ def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: An
     from dsv4doctor.report.matrix import counted
 
     check_writable(options["output"])
+    refuse_inputs([("--output", options["output"])], _read(models, options))
     asked = Asked(
         models=models,
         flags=ctx.meta.get(FLAGS_KEY, ()),
         launch=options["launch"],
         snapshot=options["snapshot"],
-        sglang=",".join(options["sglang"]) or None,
-        arch=",".join(options["arch"]) or "auto",
+        sglang=",".join(options["sglang"]) if options["sglang"] else None,
+        arch=",".join(options["arch"]) if options["arch"] else "auto",
         flag_sets=options["flag_sets"],
         recommend=options["recommend"],
         read_flashinfer=options["read_flashinfer"],
@@ -152,6 +155,20 @@ def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: An
     deliver(_rendered(matrix, advice, options), options["output"])
     say(f"dsv4doctor: {counted(matrix)}")
     ctx.exit(_exit_code(matrix, advice))
+
+
+def _read(models: Sequence[str], options: dict[str, Any]) -> list[Input]:
+    from pathlib import Path
+
+    from dsv4doctor.target import Options
+
+    launch, snapshot = options["launch"], options["snapshot"]
+    named = Options(
+        launch=Path(launch) if launch else None,
+        snapshot=Path(snapshot) if snapshot else None,
+        python=options["python"],
+    )
+    return [*((model, "a model") for model in models), *read_by(named)]
 
 
 def _size(plan: Plan) -> str:

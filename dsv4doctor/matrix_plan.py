@@ -50,6 +50,8 @@ class Asked:
 
 def plan(asked: Asked, download: Download | None = None) -> Plan:
     """What to trace.  Raises UsageError naming the flag or file that is wrong or missing."""
+    if asked.sglang is not None:
+        _listed(asked.sglang, "--sglang")
     if asked.launch is not None or asked.snapshot is not None:
         return _of_launch(asked, download)
     if not asked.models:

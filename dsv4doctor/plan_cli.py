@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dsv4doctor.cli_options import FLAGS_KEY, FlagsCommand, debug_option, timeout_option
+from dsv4doctor.outputs import read_by, refuse_inputs
 from dsv4doctor.terminal import Progress, deliver, say
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
 
     from dsv4doctor.errors import UsageError
     from dsv4doctor.planning import build, files, prove, render
+    from dsv4doctor.planning.containers import check_image
     from dsv4doctor.planning.explain import explained
     from dsv4doctor.planning.ports import listening
     from dsv4doctor.planning.topology import parse_gpus
@@ -183,23 +185,25 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
 
     if not options["out"]:
         raise UsageError("--out: no folder", "leave it out for dsv4-plan")
-    out, kind = Path(options["out"]), options["kind"]
-    files.check_folder(out, render.names(pair, kind), options["force"])
-    if options["gpus"]:
+    out, kind, saved = Path(options["out"]), options["kind"], options["snapshot"]
+    if options["image"] is not None:
+        check_image(options["image"])
+    if options["gpus"] is not None:
         parse_gpus(options["gpus"])
-    saved = options["snapshot"]
+    asked = Options(
+        model=options["model"],
+        snapshot=Path(saved) if saved else None,
+        sglang=options["sglang"],
+        python=options["python"],
+        arch=options["arch"],
+        env=options["env"],
+        takes_launch=False,
+    )
+    names = render.names(pair, kind)
+    refuse_inputs([("--out", out / name) for name in names], read_by(asked))
+    files.check_folder(out, names, options["force"])
     with Progress() as progress:
-        target = resolve(
-            Options(
-                model=options["model"],
-                snapshot=Path(saved) if saved else None,
-                sglang=options["sglang"],
-                python=options["python"],
-                arch=options["arch"],
-                env=options["env"],
-            ),
-            progress.download,
-        )
+        target = resolve(asked, progress.download)
         named = dict.fromkeys(text.partition("=")[0] for text in options["env"])
         ask = build.Ask(
             pair=pair,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4doctor.cli_options import debug_option, format_option, output_option
+from dsv4doctor.outputs import refuse_inputs
 from dsv4doctor.terminal import Progress, check_writable, deliver, say, wants_color, width
 
 if TYPE_CHECKING:
@@ -63,17 +64,24 @@ def profile_command(ctx: click.Context, /, trace: str, trace2: str | None, **opt
         ctx.obj.update(debug=options["debug"], format=options["style"], output=options["output"])
     from dataclasses import replace
 
-    from dsv4doctor.profiling.build import read_profile
+    from dsv4doctor.profiling.build import read_profile, trace_files
     from dsv4doctor.profiling.findings import expectation_note, judge, read_expected
     from dsv4doctor.profiling.render import summary
 
+    traces = [path for path in (trace, trace2) if path is not None]
     check_writable(options["output"])
+    refuse_inputs(
+        [("--output", options["output"])],
+        [
+            *((file, "a trace") for path in traces for file in trace_files(path)),
+            (options["expect"], "the report of --expect"),
+        ],
+    )
     expected = read_expected(options["expect"]) if options["expect"] else None
     with Progress() as progress:
         read = [
             read_profile(path, lambda done, total: progress.reading(done, total, "the trace"))
-            for path in (trace, trace2)
-            if path is not None
+            for path in traces
         ]
     profile, before = read[-1], read[0] if trace2 is not None else None
     note = expectation_note(profile, expected) if expected else None

@@ -61,6 +61,8 @@ class Options:
     """KEY=VALUE each."""
     level: str = "quick"
     """"full": also measure on this machine's GPUs."""
+    takes_launch: bool = True
+    """The command has --launch."""
 
 
 @dataclass(frozen=True)
@@ -268,11 +270,12 @@ def _no_model(options: Options, launch: Launch) -> UsageError:
             f"{launch.source}: names no model that can be known here",
             "give it as MODEL: a checkpoint folder or a Hugging Face id",
         )
-    return UsageError(
-        "no MODEL and no --launch given",
-        "give a checkpoint folder or a Hugging Face id (dsv4doctor check MODEL), or the script "
-        "that starts the server (--launch serve.sh)",
-    )
+    model = "give a checkpoint folder or a Hugging Face id as MODEL"
+    if not options.takes_launch:
+        where = f"{options.snapshot}: has no model, and " if options.snapshot is not None else ""
+        return UsageError(f"{where}no MODEL given", model)
+    script = "the script that starts the server (--launch serve.sh)"
+    return UsageError("no MODEL and no --launch given", f"{model}, or {script}")
 
 
 def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:

@@ -18,6 +18,7 @@ import tempfile
 from typing import Any, TextIO
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.outputs import refuse_place
 
 # Control characters, and those that reorder what follows.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -71,9 +72,11 @@ def width(is_terminal: bool) -> int:
 
 
 def check_writable(output: str | None, flag: str = "--output") -> None:
-    """UsageError for an output file that cannot be written, before the work is done."""
+    """UsageError for an output file that cannot be written, or that would be written into a
+    checkpoint or an SGLang tree, before the work is done."""
     if output is None:
         return
+    refuse_place(output, flag)
     hint = "give another file"
     if os.path.isdir(output):
         raise UsageError(f"{flag} {output}: a folder", hint)
@@ -88,8 +91,20 @@ def check_writable(output: str | None, flag: str = "--output") -> None:
     folder = os.path.dirname(os.path.realpath(output))
     if not os.path.isdir(folder):
         raise UsageError(f"{flag} {output}: no folder {folder}", hint)
-    if not os.access(folder, os.W_OK):
+    if not can_be_written(folder):
         raise UsageError(f"{flag} {output}: {folder} cannot be written", hint)
+
+
+def can_be_written(folder: str) -> bool:
+    """Whether a file can be made in `folder`: asked by making one, as root's rights say nothing
+    of /proc or a full disk."""
+    try:
+        handle, scratch = tempfile.mkstemp(dir=folder, prefix=".dsv4doctor-")
+        os.close(handle)
+        os.unlink(scratch)
+    except OSError:
+        return False
+    return True
 
 
 def deliver(text: str, output: str | None, flag: str = "--output") -> None:

@@ -1,5 +1,6 @@
 """What is said to somebody who gives too little, too much or the wrong thing."""
 
+import json
 import os
 from pathlib import Path
 
@@ -63,6 +64,66 @@ def test_a_very_long_name_is_not_printed_whole(capsys: pytest.CaptureFixture[str
         said = _refused(capsys, *arguments)
         assert len(said) < 2000
         assert "..." in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["profile"], "TRACE"),
+        (["diagnose"], "LOG"),
+        (["diff"], "PREDICTED"),
+        (["diff", "x"], "RECORDED"),
+        (["run", "--", "true"], "--overlay"),
+    ],
+)
+def test_what_is_missing_is_named(
+    arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _refused(capsys, *arguments)
+    assert said.startswith(f"dsv4doctor: {missing} is missing. See dsv4doctor {arguments[0]} --he")
+
+
+def test_the_way_out_is_one_that_the_command_has(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("check", "trace", "fix", "trace-moe"):
+        said = _refused(capsys, name)
+        assert "check MODEL" not in said
+        assert "--launch serve.sh" in said
+    said = _refused(capsys, "plan", "single")
+    assert "--launch" not in said
+    assert "no MODEL given" in said
+
+
+@pytest.mark.parametrize("image", ["", "a b", "a\nprivileged: true", "a\x1b[31m", "\u00e9", "-x"])
+def test_an_image_that_is_none(image: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = _refused(capsys, "plan", "single", "m", "--kind", "compose", "--image", image)
+    assert "not an image's name" in said
+
+
+@pytest.mark.parametrize("gpus", ["", "\uff10-\uff13", "\u0660"])
+def test_gpus_are_ascii_numbers(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no GPU" in _refused(capsys, "plan", "single", "m", "--gpus", gpus)
+
+
+def test_an_empty_value_is_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--sglang", "--arch"):
+        rest = ["--arch", "sm_120"] if flag == "--sglang" else []
+        said = _refused(capsys, "matrix", "m", flag, "", *rest)
+        assert f"{flag}: nothing in the list" in said
+    for arguments in (["fix"], ["run", "--", "true"]):
+        said = _refused(capsys, arguments[0], "--overlay", "", *arguments[1:])
+        assert "--overlay: no folder" in said
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--status", "--revert"], ["--check", "--overlay", "x"], ["--overlay", ""]]
+)
+def test_fix_says_wrong_usage_in_json_too(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["fix", "--format", "json", *wrong]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert error["message"] in err
 
 
 # ------------------------------------------------------------------------------ limits

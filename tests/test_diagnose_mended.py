@@ -151,7 +151,7 @@ def test_the_log_is_not_overwritten(
         other.hardlink_to(log)
     target = log if kind == "same" else other
     assert run(["diagnose", str(log), "-o", str(target)]) == 2
-    assert "names the log itself" in capsys.readouterr().err
+    assert "this is the log" in capsys.readouterr().err
     assert log.read_text() == "KeyError: 'zebra'\n"
 
 

@@ -60,6 +60,23 @@ def read_part(path: Path, count: int, offset: int = 0) -> bytes:
         raise UsageError(f"{path}: cannot be read ({error.strerror})", DOWNLOAD_HINT) from error
 
 
+def read_json(path: Path, limit: int, hint: str, name: str | None = None) -> Any:
+    """The JSON in the regular file at `path`, of at most `limit` bytes; `name` stands for it in
+    errors, which are UsageErrors with `hint`."""
+    name = name or str(path)
+    if regular_size(path, hint) > limit:
+        raise UsageError(f"{name}: over {limit // MIB} MiB", hint)
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read(limit + 1))
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be read ({error.strerror})", hint) from error
+    except RecursionError as error:
+        raise UsageError(f"{name}: JSON nested too deeply", hint) from error
+    except ValueError as error:
+        raise UsageError(f"{name}: not JSON ({error})", hint) from error
+
+
 def parse_object(raw: bytes, source: str) -> dict[str, Any]:
     """The JSON object in `raw`; `source` names it in errors."""
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,10 +22,12 @@ import platformdirs
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import PatchRefusedError, UsageError
+from dsv4doctor.facts.files import read_json
 from dsv4doctor.models import SglangTree
 from dsv4doctor.patching import disk
 
 FORMAT = 1
+_MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ def default_state(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(folder)
 
 
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is one in a tree: below sglang/, without a way out of it."""
+    parts = name.split("/")
+    return parts[0] == "sglang" and len(parts) > 1 and not {"", ".", ".."} & set(parts)
+
+
 class Store:
     """The journal of one tree and the bytes that it names."""
 
@@ -111,22 +118,41 @@ class Store:
             f"then remove {self.folder}"
         )
         try:
-            raw = self.path.read_bytes()
+            os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot be read ({error.strerror})", hint) from error
-        try:
-            plain = json.loads(raw)
-        except ValueError as error:
-            raise UsageError(f"{self.path}: not JSON ({error})", hint) from error
+        except OSError:
+            pass  # reading it says why
+        plain = read_json(self.path, _MAX_BYTES, hint)
         journal = jsonio.from_plain(plain, Journal, str(self.path))
         if journal.format != FORMAT:
             raise UsageError(
                 f"{self.path}: of another dsv4doctor ({journal.tool})",
                 f"take the change back with dsv4doctor {journal.tool}",
             )
+        self._refuse_damaged(journal)
         return journal
+
+    def _refuse_damaged(self, journal: Journal) -> None:
+        """UsageError for one that no change leaves behind: what it stands for is not known, and
+        nothing is written, or dropped, on its word."""
+        states = [journal.settled] + ([journal.pending.state] if journal.pending else [])
+        files = {name for state in states for name in state.files}
+        outside = [name for name in {*journal.originals, *files} if not _is_inside(name)]
+        lost = sorted(files - set(journal.originals))
+        if outside:
+            wrong = f"names {min(outside)!r}, outside the tree"
+        elif lost:
+            wrong = f"has no original of {lost[0]}"
+        elif not journal.originals:
+            wrong = "names no file"
+        else:
+            return
+        raise UsageError(
+            f"{self.path}: damaged: it {wrong}",
+            f"the originals are kept in {self.folder / 'bytes'}; put the journal right, or "
+            f"reinstall SGLang {self.tree.version} without its dependencies",
+        )
 
     def save(self, journal: Journal) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
@@ -19,12 +18,14 @@ from pathlib import Path
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import PatchRefusedError, UsageError
+from dsv4doctor.facts.files import read_json
 from dsv4doctor.models import SglangTree
 from dsv4doctor.patching import disk
 from dsv4doctor.patching.proof import modules_of
 
 FORMAT = 1
 MANIFEST = "overlay.json"
+_MAX_BYTES = 16 << 20
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 # What patched code imports of us, and what that imports; pure Python, for any interpreter.
 _LENT = ("dsv4doctor", "platformdirs", "pynvml")
@@ -50,11 +51,33 @@ class Overlay:
     modules: tuple[Module, ...] = field(default=())
     tool: str = __version__
     format: int = FORMAT
+    bootstrap: str = ""
+    """sha256 of its sitecustomize.py; "": this dsv4doctor's."""
+
+
+def refuse_split(folder: Path) -> None:
+    """UsageError for a folder that PYTHONPATH cannot name: Python would never look into it."""
+    if os.pathsep in os.path.abspath(folder):
+        raise UsageError(
+            f"--overlay {folder}: its path has a {os.pathsep!r}, where PYTHONPATH is split",
+            f"give a folder without {os.pathsep!r} in its path",
+        )
+
+
+def refuse_inside(folder: Path, tree: SglangTree) -> None:
+    """UsageError for a folder in the tree that is to be left alone."""
+    root, target = os.path.realpath(tree.root), os.path.realpath(folder)
+    if target == root or target.startswith(root + os.sep):
+        raise UsageError(
+            f"--overlay {folder}: lies in the tree {tree.root}, which an overlay leaves alone",
+            "give a folder outside of it",
+        )
 
 
 def refuse_target(folder: Path) -> None:
     """UsageError for a folder that holds something else, or cannot be made."""
     hint = "give a new folder, or one that an earlier --overlay made"
+    refuse_split(folder)
     try:
         taken = os.path.lexists(folder) and not (folder / MANIFEST).is_file()
         if taken and (not folder.is_dir() or any(folder.iterdir())):
@@ -83,7 +106,8 @@ def write(
         Module(modules_of([file])[0], file, disk.sha256(before[file]), disk.sha256(content))
         for file, content in sorted(after.items())
     )
-    overlay = Overlay(tree.root, tree.version, tuple(fixes), modules)
+    bootstrap = disk.sha256(_BOOTSTRAP.read_bytes())
+    overlay = Overlay(tree.root, tree.version, tuple(fixes), modules, bootstrap=bootstrap)
     target = Path(os.path.abspath(folder))
     try:
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -129,22 +153,33 @@ def _publish(scratch: Path, target: Path) -> None:
 def read(folder: Path) -> Overlay:
     """The overlay in `folder`; UsageError when there is none that can be used."""
     hint = "make one with: dsv4doctor fix --overlay DIR ..."
-    try:
-        plain = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError as error:
-        raise UsageError(f"--overlay {folder}: no overlay ({MANIFEST} is missing)", hint) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--overlay {folder}: {MANIFEST} cannot be read ({error})", hint
-        ) from error
-    overlay = jsonio.from_plain(plain, Overlay, str(folder / MANIFEST))
+    refuse_split(folder)
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise UsageError(f"--overlay {folder}: no overlay ({MANIFEST} is missing)", hint)
+    plain = read_json(path, _MAX_BYTES, hint, f"--overlay {folder}: {MANIFEST}")
+    overlay = jsonio.from_plain(plain, Overlay, str(path))
     if overlay.format != FORMAT:
         raise UsageError(f"--overlay {folder}: of another dsv4doctor ({overlay.tool})", hint)
     for module in overlay.modules:
         file = disk.read(folder / "modules" / module.file)
         if file is None or file.sha256 != module.sha256:
             raise UsageError(f"--overlay {folder}: {module.file} is not as it was written", hint)
+    _refuse_other_start(folder, overlay, hint)
     return overlay
+
+
+def _refuse_other_start(folder: Path, overlay: Overlay, hint: str) -> None:
+    """UsageError where Python would start without the overlay, and say nothing."""
+    name = "sitecustomize.py"
+    file = disk.read(folder / "python" / name)
+    wanted = overlay.bootstrap or disk.sha256(_BOOTSTRAP.read_bytes())
+    if file is None or file.sha256 != wanted:
+        raise UsageError(f"--overlay {folder}: python/{name} is not as it was written", hint)
+    # A package or an extension of that name would come before it.
+    for other in sorted(os.listdir(folder / "python")):
+        if other not in (name, "__pycache__"):
+            raise UsageError(f"--overlay {folder}: python/{other} is not of the overlay", hint)
 
 
 def refuse_outdated(folder: Path, overlay: Overlay) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
+from dsv4doctor.errors import UsageError
 from dsv4doctor.planning.layout import Plan, Server, Setting
 from dsv4doctor.planning.scripts import ENV_FILE, binding, env_file, head, reasons
 from dsv4doctor.planning.yaml_text import yaml_text
 
 _INSIDE = "/models/dsv4"
 """Where containers see a model that is a folder of the host."""
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 _READY_SECONDS = 3600
 """For a server to load its weights and capture its graphs."""
 
@@ -23,6 +26,15 @@ _KUBELET = (
 def image_of(release: str) -> str:
     """SGLang's own image of a release."""
     return f"lmsysorg/sglang:v{release}"
+
+
+def check_image(image: str) -> None:
+    """UsageError for what cannot be the name of an image."""
+    if not _IMAGE.fullmatch(image):
+        raise UsageError(
+            f"--image {image[:80]!r}: not an image's name",
+            "write it like --image registry.example/sglang:v0.5.23",
+        )
 
 
 def compose(plan: Plan, image: str) -> dict[str, str]:

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.outputs import refuse_place
+from dsv4doctor.terminal import can_be_written
 
 _HINT = "give another folder with --out"
 
 
 def check_folder(out: Path, names: tuple[str, ...] = (), force: bool = False) -> None:
-    """UsageError for a folder that cannot be written, before the work is done, and for `names`
-    that are there already without `force`."""
+    """UsageError for a folder that cannot be written, before the work is done, for one that
+    nothing is written into, and for `names` that are there already without `force`."""
+    refuse_place(out, "--out")
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder", _HINT)
     holder = out
@@ -21,7 +24,7 @@ def check_folder(out: Path, names: tuple[str, ...] = (), force: bool = False) ->
         if holder.parent == holder:
             raise UsageError(f"--out {out}: no such place", _HINT)
         holder = holder.parent
-    if not holder.is_dir() or not os.access(holder, os.W_OK | os.X_OK):
+    if not holder.is_dir() or not can_be_written(str(holder)):
         raise UsageError(f"--out {out}: {holder} cannot be written", _HINT)
     there = [name for name in names if os.path.lexists(out / name)]
     if there and not force:

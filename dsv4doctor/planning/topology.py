@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dsv4doctor.errors import UsageError
 from dsv4doctor.models import Arch, Gpu, GpuFacts
 
-_ITEM = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?(?:@(\d{1,3}))?")
+_ITEM = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?(?:@([0-9]{1,3}))?")
 _FORM = "write it like --gpus 0-3@0,4-7@1 (GPUs 0 to 3 on NUMA node 0, 4 to 7 on node 1)"
 _MOST = 64
 GIB = 1 << 30

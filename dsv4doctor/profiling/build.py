@@ -30,7 +30,7 @@ def read_profile(path: str, progress: Progress | None = None) -> Profile:
     Raises UsageError naming the file that is no trace or holds no GPU events.
     """
     started = time.monotonic()
-    files = _files(path)
+    files = trace_files(path)
     gpus: list[Gpu] = []
     notes: list[str] = []
     total = 0
@@ -47,7 +47,8 @@ def read_profile(path: str, progress: Progress | None = None) -> Profile:
     return Profile(path, tuple(gpus), total, time.monotonic() - started, tuple(notes))
 
 
-def _files(path: str) -> list[str]:
+def trace_files(path: str) -> list[str]:
+    """The traces that `path` names: itself, or those in the folder; UsageError without one."""
     if not os.path.isdir(path):
         return [path]
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.files import read_json
 from dsv4doctor.models import Finding, Remedy, Severity
 from dsv4doctor.profiling.categories import families_of
 from dsv4doctor.profiling.types import IDLE, Kernel, Profile
@@ -50,16 +50,7 @@ class Expected:
 def read_expected(path: str) -> Expected:
     """The prediction in the JSON report `path`; UsageError where there is none."""
     hint = "write one with: dsv4doctor check --format json -o FILE"
-    try:
-        with Path(path).open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            raise UsageError(f"--expect {path}: too large to be a report", hint)
-        report: Any = json.loads(raw)
-    except OSError as error:
-        raise UsageError(f"--expect {path}: cannot be read ({error.strerror})", hint) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--expect {path}: not JSON", hint) from error
+    report: Any = read_json(Path(path), _MAX_BYTES, hint, f"--expect {path}")
     layers = report.get("layers") if isinstance(report, dict) else None
     if not isinstance(layers, list) or not str(report.get("schema", "")).startswith("dsv4doctor"):
         raise UsageError(f"--expect {path}: not a report of one launch", hint)
