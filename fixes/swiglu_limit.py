@@ -181,7 +181,9 @@ def needed(facts: Facts) -> str | None:
         return f"the model's swiglu_limit ({limit:g}) does not reach FlashInfer's CUTLASS MoE"
     on_routed = any(layer.runner_backend == ROUTED for layer in facts.trace.layers)
     if facts.arch.is_sm12x and auto_is_routed(facts) and on_routed:  # FIX102 moves them
-        return f"the experts move to FlashInfer's CUTLASS MoE, and swiglu_limit is {limit:g}"
+        return (
+            f'FIX102 makes flashinfer_cutlass of "auto" only where it gets swiglu_limit ({limit:g})'
+        )
     return None
 
 

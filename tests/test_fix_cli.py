@@ -237,6 +237,7 @@ def test_what_needs_no_launch(fix: Fix, part: Path, capsys: pytest.CaptureFixtur
 
 _BAD = {
     "two modes": (("--apply", "--revert"), "--apply and --revert are both given"),
+    "apply and an overlay": (("--apply", "--overlay", "x"), "--apply and --overlay are both given"),
     "a mode and an overlay": (("--status", "--overlay", "x"), "--status and --overlay"),
     "no such fix": (("--only", "FIX999", "--status"), "--only FIX999: no such fix"),
     "no such kernel": (("--kernel", "cuda"), "cuda"),

@@ -32,7 +32,7 @@ from dsv4doctor.errors import PatchRefusedError, UndeterminedError, UsageError
 from dsv4doctor.fixes import ALL
 from dsv4doctor.fixes.fix import Absent, Fix, Refused
 from dsv4doctor.models import Facts, SglangTree
-from dsv4doctor.patching import restore, work
+from dsv4doctor.patching import pristine, restore, work
 from dsv4doctor.patching.plan import Status
 from dsv4doctor.patching.render import as_diff, as_json, console
 from dsv4doctor.patching.view import Asked
@@ -264,6 +264,118 @@ def test_a_tree_that_was_installed_anew(
     part_of(sglang_tree("0.5.17"), Path(tree.root))
     assert "nothing of ours" in restore.revert(wanted.store, BOTH, Asked()).said
     assert restore.status(wanted.store, BOTH).journal is None
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("up and out", "names 'sglang/../../x.py', outside the tree"),
+        ("absolute", "outside the tree"),
+        ("an original less", "has no original of"),
+        ("nothing in it", "names no file"),
+    ],
+)
+def test_a_damaged_journal_costs_no_original(
+    tree: SglangTree, state: Path, damage: str, said: str
+) -> None:
+    wanted = job(tree, state)
+    work.apply(wanted)
+    plain = json.loads(wanted.store.path.read_text())
+    original = plain["originals"][KV]
+    match damage:
+        case "up and out":
+            plain["originals"] = {"sglang/../../x.py": original}
+            plain["settled"]["files"] = {"sglang/../../x.py": original["sha256"]}
+        case "absolute":
+            plain["originals"]["/x.py"] = original
+        case "an original less":
+            del plain["originals"][KV]
+        case "nothing in it":
+            plain["originals"], plain["settled"]["files"] = {}, {}
+    wanted.store.path.write_text(json.dumps(plain))
+    patched, kept = contents(Path(tree.root)), contents(wanted.store.folder / "bytes")
+    for call in (
+        lambda: restore.revert(wanted.store, BOTH, Asked()),
+        lambda: restore.status(wanted.store, BOTH),
+        lambda: restore.recover_tree(wanted.store),
+        lambda: work.apply(wanted),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert said in str(caught.value)
+    assert contents(Path(tree.root)) == patched
+    assert contents(wanted.store.folder / "bytes") == kept
+
+
+@pytest.mark.wheels
+def test_what_is_missing_from_a_newer_release_may_be_the_last_copy(
+    sglang_tree: Tree, tree: SglangTree, state: Path
+) -> None:
+    """Only a file that the release is known not to have is no loss."""
+    wanted = job(tree, state, (TWO,))
+    work.apply(wanted)
+    shutil.rmtree(tree.root)
+    newer = part_of(sglang_tree("0.5.16"), Path(tree.root))
+    (Path(tree.root) / KV).unlink()
+    wanted = job(newer, state, (TWO,))
+    with pytest.raises(PatchRefusedError, match=r"kv_cache\.py is missing"):
+        restore.revert(wanted.store, (TWO,), Asked())
+    assert (wanted.store.folder / "bytes").is_dir()
+    (record,) = Path(tree.root).glob("sglang-*.dist-info/RECORD")
+    lines = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(line for line in lines if not line.startswith(KV)))
+    assert "nothing of ours" in restore.revert(wanted.store, (TWO,), Asked()).said
+    assert not wanted.store.path.exists()
+
+
+@pytest.mark.wheels
+def test_a_file_that_goes_during_the_proof_keeps_its_original(
+    tree: SglangTree, state: Path
+) -> None:
+    def goes() -> None:
+        (Path(tree.root) / KV).unlink()
+        raise UndeterminedError("the trace")
+
+    wanted = job(tree, state, (TWO,), traced=goes)
+    original = (Path(tree.root) / KV).read_bytes()
+    with pytest.raises(PatchRefusedError, match=r"kv_cache\.py is missing"):
+        work.apply(wanted)
+    journal = wanted.store.load()
+    assert journal is not None
+    assert wanted.store.content(journal.originals[KV].sha256) == original
+
+
+@pytest.mark.wheels
+def test_a_file_that_a_checkout_does_not_have(tree: SglangTree, tmp_path: Path) -> None:
+    root = Path(tree.root)
+    shutil.rmtree(next(root.glob("sglang-*.dist-info")))
+    git = ("git", "-C", str(root))
+    subprocess.run([*git, "init", "-q"], check=True)
+    judge = pristine.judge(root)
+    assert not judge.lacks(KV)  # a repository that does not know the tree knows nothing
+    subprocess.run([*git, "add", "."], check=True)
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run([*git, *author, "commit", "-q", "-m", "all"], check=True)
+    assert not judge.lacks(KV)
+    assert judge.lacks("sglang/srt/gone.py")
+
+
+@pytest.mark.wheels
+def test_status_says_what_a_server_stops_for(sglang_tree: Tree, tmp_path: Path) -> None:
+    files = dict.fromkeys(file for fix in ALL for file in fix.files)
+    tree = part_of(sglang_tree("0.5.14"), tmp_path / "tree", files)
+    wanted = job(tree, tmp_path / "state", insisting())
+    assert restore.status(wanted.store, ALL).notes == ()
+    work.apply(wanted)
+    (note,) = restore.status(wanted.store, ALL).notes
+    assert note == (
+        "routed experts that go to dsv4doctor's own kernel: the server stops while it builds the "
+        "model until `dsv4doctor kernels verify --only moe_mxfp4` was run on the serving machine"
+    )
+    assert note in console(restore.status(wanted.store, ALL), Style(300))
+    wanted.store.path.unlink()  # as after `git apply`
+    assert restore.status(wanted.store, ALL).notes == (note,)
 
 
 @pytest.mark.wheels

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -251,7 +252,13 @@ def test_a_script_whose_python_does_not_look(refused: Refused, tmp_path: Path) -
     assert "-sE ignores PYTHONPATH" in line
 
 
-@pytest.mark.parametrize("damage", ["missing", "no JSON", "other fields", "a module"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("missing", "no JSON", "other fields", "a module"),
+        *("no sitecustomize", "another sitecustomize", "one that comes before it"),
+    ],
+)
 def test_what_is_no_overlay(refused: Refused, folder: Path, damage: str) -> None:
     manifest = folder / "overlay.json"
     match damage:
@@ -263,9 +270,38 @@ def test_what_is_no_overlay(refused: Refused, folder: Path, damage: str) -> None
             manifest.write_text('{"root": 1}')
         case "a module":
             (folder / "modules" / _MOE).write_text("import os\n")
+        case "no sitecustomize":
+            (folder / "python" / "sitecustomize.py").unlink()
+        case "another sitecustomize":
+            (folder / "python" / "sitecustomize.py").write_text("\n")
+        case "one that comes before it":
+            (folder / "python" / "sitecustomize").mkdir()
+            (folder / "python" / "sitecustomize" / "__init__.py").write_text("")
     code, line = refused(sys.executable, "-c", "raise SystemExit(5)")
     assert code == 2
     assert str(folder) in line
+
+
+def test_an_overlay_whose_path_python_splits(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PYTHONPATH has no way to say a colon: the command would start unpatched."""
+    split = folder.rename(tmp_path / f"a{os.pathsep}b")
+    assert run(["run", "--overlay", str(split), "--", sys.executable, "-c", ""]) == 2
+    assert "where PYTHONPATH is split" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="where PYTHONPATH is split"):
+        overlay.refuse_target(tmp_path / f"c{os.pathsep}d" / "overlay")
+
+
+def test_an_overlay_of_before_the_hash_of_its_start(folder: Path) -> None:
+    manifest = folder / "overlay.json"
+    plain = json.loads(manifest.read_text())
+    del plain["bootstrap"]
+    manifest.write_text(json.dumps(plain))
+    assert overlay.read(folder).bootstrap == ""
+    (folder / "python" / "sitecustomize.py").write_text("\n")
+    with pytest.raises(UsageError, match=r"sitecustomize\.py is not as it was written"):
+        overlay.read(folder)
 
 
 def test_an_overlay_that_is_taken_away_stops_its_pythons(folder: Path, root: Path) -> None:
@@ -297,6 +333,24 @@ def test_the_plans_modules_and_nothing_else(sglang_tree: Tree, tmp_path: Path) -
     work.write_overlay(job(tree, tmp_path / "state", BOTH), folder)
     assert len(overlay.read(folder).modules) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["overlay", "tree"]
+
+
+@pytest.mark.wheels
+def test_a_folder_in_the_tree_and_one_that_a_shell_splits(
+    sglang_tree: Tree, tmp_path: Path
+) -> None:
+    tree = part_of(sglang_tree("0.5.14"), tmp_path / "tree")
+    before = contents(Path(tree.root))
+    wanted = job(tree, tmp_path / "state", (TWO,))
+    (tmp_path / "link").symlink_to(tree.root)
+    for folder in (Path(tree.root) / "overlay", tmp_path / "link" / "sglang" / "overlay"):
+        with pytest.raises(UsageError, match="lies in the tree"):
+            work.write_overlay(wanted, folder)
+    assert contents(Path(tree.root)) == before
+    folder = tmp_path / "my overlay; ls"
+    said = work.write_overlay(wanted, folder).said
+    words = shlex.split(said.partition("start with: ")[2])
+    assert words == ["dsv4doctor", "run", "--overlay", str(folder), "--", "COMMAND"]
 
 
 @pytest.mark.wheels

@@ -95,7 +95,8 @@ def default_state(environment: Mapping[str, str] = os.environ) -> Path:
 def _is_inside(name: str) -> bool:
     """Whether a file's name is one in a tree: below sglang/, without a way out of it."""
     parts = name.split("/")
-    return parts[0] == "sglang" and len(parts) > 1 and not {"", ".", ".."} & set(parts)
+    odd = {"", ".", ".."} & set(parts) or "\0" in name
+    return parts[0] == "sglang" and len(parts) > 1 and not odd
 
 
 class Store:

@@ -33,6 +33,16 @@ class Judge:
             return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == listed
         return None if self.record else _as_in_git(self.root, file, content)
 
+    def lacks(self, file: str) -> bool:
+        """True when the release, or the checkout's HEAD, is known to have no such file."""
+        if self.record:
+            return file not in self.record
+        tree, listed = (
+            _git(self.root, "ls-tree", "--name-only", "HEAD", "--", f"./{name}")
+            for name in ("sglang", file)
+        )
+        return bool(tree) and listed == b""
+
 
 def judge(root: Path) -> Judge:
     return Judge(_record(root), root)
@@ -54,10 +64,16 @@ def _record(root: Path) -> dict[str, str]:
 
 def _as_in_git(root: Path, file: str, content: bytes) -> bool | None:
     """Whether `content` is what the checkout around `root` has committed; None: there is none."""
+    committed = _git(root, "cat-file", "--filters", f"HEAD:./{file}")
+    return None if committed is None else committed == content
+
+
+def _git(root: Path, *words: str) -> bytes | None:
+    """What git says in `root`; None: it fails."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), "cat-file", "--filters", f"HEAD:./{file}"],
+            ["git", "-C", str(root), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -67,4 +83,4 @@ def _as_in_git(root: Path, file: str, content: bytes) -> bool | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout == content if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None

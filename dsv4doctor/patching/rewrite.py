@@ -78,6 +78,13 @@ def undo(store: Store, seen: View, done: Journal | None) -> None:
     """The tree as it was seen."""
     before = seen.journal.settled if seen.journal is not None else State()
     journal = done or Journal(store.tree.root, store.tree.version)
+    for name in journal.originals:
+        if not os.path.lexists(os.path.join(store.tree.root, name)):
+            raise PatchRefusedError(
+                f"{os.path.join(store.tree.root, name)} is missing: nothing is taken back",
+                f"its original is {store.where(journal.originals[name].sha256)}: copy it there, "
+                "then run dsv4doctor fix --revert",
+            )
     writes = []
     for name, old in seen.files.items():
         now = disk.read(Path(store.tree.root) / name)

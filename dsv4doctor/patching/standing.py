@@ -17,7 +17,7 @@ class Standing(str, Enum):
     OURS = "as dsv4doctor wrote it"
     ORIGINAL = "the original"
     RELEASED = "another release's original"
-    """SGLang was reinstalled or upgraded since."""
+    """SGLang was reinstalled or upgraded since; it may be one that lacks the file."""
     CHANGED = "changed by someone else"
     MISSING = "missing"
 
@@ -43,7 +43,7 @@ def stands(root: Path, journal: Journal, judge: Judge) -> dict[str, Stand]:
 
 def _standing(journal: Journal, file: str, now: disk.File | None, judge: Judge) -> Standing:
     if now is None:
-        return Standing.MISSING
+        return Standing.RELEASED if judge.lacks(file) else Standing.MISSING
     states = [journal.settled] + ([journal.pending.state] if journal.pending else [])
     if now.sha256 in {state.files.get(file) for state in states}:
         return Standing.OURS
@@ -53,10 +53,11 @@ def _standing(journal: Journal, file: str, now: disk.File | None, judge: Judge) 
 
 
 def is_obsolete(standing: Mapping[str, Stand]) -> bool:
-    """True when SGLang was reinstalled, upgraded or removed: nothing of ours is left."""
-    gone = {Standing.ORIGINAL, Standing.RELEASED, Standing.MISSING}
-    kinds = {stand.standing for stand in standing.values()}
-    return kinds <= gone and kinds != {Standing.MISSING, Standing.ORIGINAL}
+    """True when every file is a release's own, by its hash: nothing of ours is left.
+
+    What is missing is no proof of that: its original may be the last copy.
+    """
+    return {stand.standing for stand in standing.values()} <= {Standing.ORIGINAL, Standing.RELEASED}
 
 
 def refuse_foreign(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> None:

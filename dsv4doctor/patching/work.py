@@ -224,6 +224,7 @@ def _needed_next(planned: Plan, after: Facts | None) -> list[str]:
 def write_overlay(job: Job, folder: Path) -> Outcome:
     """The patched modules in `folder`, proved before it is written; the tree is left alone."""
     overlay.refuse_target(folder)
+    overlay.refuse_inside(folder, job.tree)
     seen = view(job.store, job.fixes)
     seen = replace(seen, bases=contents_of(seen), journal=None)
     draft = _draft(job, seen, "overlay")
