@@ -122,6 +122,22 @@ def test_console(name: str) -> None:
     assert text == golden.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("render", [console.render_trace, console.render_check])
+def test_what_our_kernel_waits_for_is_on_every_console(
+    render: Callable[..., str], width: int
+) -> None:
+    symbol = Kernel("triton:dsv4doctor.kernels.grouped_gemm._product_kernel", None)
+    ours = replace(DRAFT_TRTLLM, quant_method="Dsv4DoctorMxfp4MoEMethod", kernel=symbol)
+    sample = facts("sm_120", [*MAIN_CUTLASS, ours])
+    assert sample.trace is not None
+    text = render(_report(sample), width, False, verbose=False, why=False)
+    layers = text.partition("Findings")[0]
+    assert "`dsv4doctor kernels verify --only moe_mxfp4` on the serving machine" in " ".join(
+        layers.split()
+    )
+
+
 @pytest.mark.parametrize("width", [40, 80, 120, 160, 200])
 def test_no_line_is_wider_than_asked(width: int) -> None:
     text = console.render_check(_report(_story()), width, False, verbose=True, why=True)

@@ -233,6 +233,9 @@ def _layers(facts: Facts, width: int) -> Iterator[RenderableType]:
         yield Text("  none: SGLang built no such layer")
     elif width >= WIDE:
         yield Padding(_table(ranges), (0, 0, 0, 2))
+        whys = [(one.name, one.layer.reason) for one in ranges if _has_why(one.layer)]
+        if whys:
+            yield Padding(_pairs([(f"why {name}", reason) for name, reason in whys]), (0, 0, 0, 2))
     else:
         for layers in ranges:
             yield from _block(layers)
@@ -284,9 +287,13 @@ def _block(layers: LayerRange) -> Iterator[RenderableType]:
         ("decided at", _place(layer.decided_at)),
         ("flags read", ", ".join(layer.flags_consulted) or "none"),
     ]
-    if layer.verdict is not Verdict.RUNS:
+    if _has_why(layer):
         rows.append(("why", layer.reason))
     yield Padding(_pairs(rows), (0, 0, 0, 6))
+
+
+def _has_why(layer: Layer) -> bool:
+    return layer.verdict is not Verdict.RUNS
 
 
 def _stored(layer: Layer) -> str:
