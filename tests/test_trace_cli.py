@@ -35,7 +35,7 @@ def test_trace(
     assert run([*command, "--path", "kv-cache", "--path", "indexer", *flags]) == 0
     said = capsys.readouterr()
     assert "trace from the cache" in said.err
-    assert "dsv4doctor: other paths: 1 runs, 2 fallback" in said.err
+    assert "dsv4doctor: other paths: 2 fallback, 1 unknown" in said.err
     assert "584 bytes a token" in said.out
     assert "main indexer-decode  torch  fallback" in said.out
     assert "sparse-mla" not in said.out
