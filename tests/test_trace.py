@@ -326,10 +326,14 @@ def test_one_import_serves_several_launches(sglang_tree: Tree, checkpoint: Check
 def test_a_config_file_counts_as_flags(
     sglang_tree: Tree, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """SGLang merges --config into its flags, and the trace key follows the file's content."""
+    """SGLang merges --config into its flags, and the trace key follows the file's content.
+
+    The parsers' choices are those of modules that a trace leaves out where nothing names them.
+    """
     config = tmp_path / "serve.yaml"
-    config.write_text("moe-runner-backend: flashinfer_cutlass\n")
-    asked = request(sglang_tree("0.5.23"), checkpoint(HYBRID), ("--config", str(config)))
+    config.write_text("moe-runner-backend: flashinfer_cutlass\ntool-call-parser: deepseekv4\n")
+    flags = ("--config", str(config), "--reasoning", "deepseek-v4")  # as argparse takes it
+    asked = request(sglang_tree("0.5.23"), checkpoint(HYBRID), flags)
     trace = trace_launch(asked, use_cache=False)
     assert {layer.runner_backend for layer in trace.layers} == {"flashinfer_cutlass"}
     before = cache.key(asked)

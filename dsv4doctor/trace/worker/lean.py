@@ -5,6 +5,7 @@ arguments nor quant methods nor the MoE forward is listed.  A module that a flag
 names is never left out (see `inert_for`).
 """
 
+import itertools
 import os
 import re
 
@@ -65,11 +66,12 @@ def inert_for(tree, arguments, whole=False):
     """
     prefixes = list(_HUGGING_FACE)
     if not whole:
+        named = _named_flags(arguments)
         prefixes += _TORCH
         prefixes += [
             prefix
             for prefix, flags in _SGLANG.items()
-            if not any(argument.startswith(flags) for argument in arguments if flags)
+            if not any(_is_meant(name, flag) for flag in flags for name in named)
         ]
     dotted = tuple(prefix + "." for prefix in prefixes)
     configs = _other_models_configs(os.path.join(tree, "sglang", "srt", "configs"))
@@ -82,6 +84,30 @@ def inert_for(tree, arguments, whole=False):
         )
 
     return inert
+
+
+def _named_flags(arguments):
+    """The flags among the arguments, and those in the --config files that they name."""
+    flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+    for before, argument in itertools.pairwise(arguments):
+        if before == "--config":
+            flags |= _keys(argument)
+    return flags
+
+
+def _keys(path):
+    """What may be a key in a YAML file, as a flag; one too many only costs time."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            keys = re.findall(r"""([\w-]+)["']?\s*:""", file.read())
+    except OSError:  # SGLang says what is wrong with it
+        return set()
+    return {"--" + key.replace("_", "-") for key in keys}
+
+
+def _is_meant(name, flag):
+    """True where `name` begins with `flag`, or is short for it: argparse takes any beginning."""
+    return name.startswith(flag) or (len(name) > 2 and flag.startswith(name))
 
 
 # Hugging Face's own model code, and SGLang's draft workers, of which only the name is needed.
