@@ -152,7 +152,7 @@ def _overlay_folder(text: str) -> Path:
 def _refuse_inputs(options: dict[str, Any], said: Options, source: str | None) -> None:
     """UsageError for an output over what is read, or over what fixes are taken back with."""
     from dsv4doctor.outputs import read_by, refuse_inputs
-    from dsv4doctor.patching.journal import default_state
+    from dsv4doctor.state import state_folder
 
     overlay = _overlay_folder(options["overlay"]) if options["overlay"] is not None else None
     refuse_inputs(
@@ -160,7 +160,7 @@ def _refuse_inputs(options: dict[str, Any], said: Options, source: str | None) -
         [
             *read_by(said),
             (source, "the configuration"),
-            (default_state() / "trees", "what fixes are taken back with"),
+            (state_folder() / "trees", "what fixes are taken back with"),
         ],
     )
 
@@ -234,9 +234,10 @@ def _said(ctx: click.Context, options: dict[str, Any]) -> Options:
 
 
 def _store(tree: SglangTree) -> Store:
-    from dsv4doctor.patching.journal import Store, default_state
+    from dsv4doctor.patching.journal import Store
+    from dsv4doctor.state import state_folder
 
-    return Store(default_state(), tree)
+    return Store(state_folder(), tree)
 
 
 def _rendered(outcome: Outcome, options: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.kernels import catalog
+from dsv4doctor.state import STATE_VARIABLE, state_folder
 
-STATE_VARIABLE = "DSV4DOCTOR_STATE"
 UNVERIFIED_VARIABLE = "DSV4DOCTOR_ALLOW_UNVERIFIED"
 TRACE_VARIABLE = "DSV4DOCTOR_IN_TRACE"
 """Set for the process that traces; never in a server."""
@@ -37,20 +37,11 @@ class Platform:
     triton: str
 
 
-def state_folder() -> Path:
-    """Where stamps lie: $DSV4DOCTOR_STATE, else the user's state folder."""
-    chosen = os.environ.get(STATE_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    import platformdirs
-
-    return Path(platformdirs.user_state_dir("dsv4doctor"))
-
-
 def current_platform(device: str = "cuda") -> Platform:
     """This process's GPU and software.
 
-    Raises UndeterminedError without a usable GPU, UsageError for a device that is not there.
+    Raises UndeterminedError without a usable GPU, UsageError for a device that is not there and
+    under Triton's interpreter, which would run a kernel on the CPU in the GPU's name.
     """
     try:
         import torch
@@ -65,6 +56,8 @@ def current_platform(device: str = "cuda") -> Platform:
             "no NVIDIA GPU that torch can use: the kernels cannot be run here",
             "run this on the serving machine; `dsv4doctor kernels compile` needs no GPU",
         )
+    if triton.knobs.runtime.interpret:
+        raise UsageError("TRITON_INTERPRET is set: no kernel runs on the GPU", "unset it")
     index = torch.device(device).index
     if index is not None and index >= torch.cuda.device_count():
         raise UsageError(f"--device {device}: torch sees {torch.cuda.device_count()} GPU(s)")

@@ -198,9 +198,9 @@ def _put_in(root: Path, fix: Fix) -> None:
     from patching_trees import ONE, job
 
     from dsv4doctor.patching import work
-    from dsv4doctor.patching.journal import default_state
+    from dsv4doctor.state import state_folder
 
-    work.apply(job(SglangTree(str(root), "0.5.14", "installed"), default_state(), (ONE,)))
+    work.apply(job(SglangTree(str(root), "0.5.14", "installed"), state_folder(), (ONE,)))
 
 
 @pytest.fixture

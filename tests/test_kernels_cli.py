@@ -114,6 +114,16 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch sees 2" in error.message
 
 
+def test_the_interpreter_proves_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    error = invoke("verify").exception
+    assert isinstance(error, UsageError)
+    assert error.message == "TRITON_INTERPRET is set: no kernel runs on the GPU"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -17,6 +17,7 @@ from dsv4doctor.kernels.verify import (
     require_stamp,
     run_checks,
 )
+from dsv4doctor.state import state_folder
 
 TINY = Path(__file__).parent / "data" / "tiny_kernels.py"
 HERE = stamps.Platform("NVIDIA RTX PRO 6000", "12.0", "580.65", "2.9.1", "3.5.1")
@@ -125,6 +126,17 @@ def test_a_state_folder_that_cannot_be_made(
     with pytest.raises(UndeterminedError, match="cannot be written") as raised:
         record("indexer_logits", GOOD, HERE)
     assert stamps.STATE_VARIABLE in str(raised.value.hint)
+
+
+def test_stamps_and_journals_lie_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(stamps.STATE_VARIABLE, "~/kept")
+    path = record("indexer_logits", GOOD, HERE)
+    assert path is not None
+    assert path.is_relative_to(tmp_path / "kept")
+    assert state_folder() == tmp_path / "kept"
 
 
 @pytest.fixture

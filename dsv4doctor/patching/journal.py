@@ -13,18 +13,17 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-
-import platformdirs
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import PatchRefusedError, UsageError
 from dsv4doctor.facts.files import read_json
 from dsv4doctor.models import SglangTree
 from dsv4doctor.patching import disk
+from dsv4doctor.state import STATE_VARIABLE
 
 FORMAT = 1
 _MAX_BYTES = 16 << 20
@@ -79,17 +78,6 @@ class Journal:
     changed: str = ""
     """When, ISO 8601, UTC."""
     format: int = FORMAT
-
-
-def default_state(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where journals are kept: $DSV4DOCTOR_STATE, or the user's state folder."""
-    chosen = environment.get("DSV4DOCTOR_STATE")
-    if not chosen:
-        return Path(platformdirs.user_state_path("dsv4doctor"))
-    folder = os.path.expanduser(chosen)
-    if folder.startswith("~"):
-        raise UsageError(f"DSV4DOCTOR_STATE {chosen}: no such user", "set it to a folder")
-    return Path(folder)
 
 
 def _is_inside(name: str) -> bool:
@@ -231,7 +219,7 @@ class Store:
                 return
             raise UsageError(
                 f"{path}: cannot be written ({error.strerror})",
-                "set DSV4DOCTOR_STATE to a folder that can",
+                f"set {STATE_VARIABLE} to a folder that can",
             ) from error
         held.callback(os.close, handle)
         try:
