@@ -347,6 +347,55 @@ def test_a_file_that_goes_during_the_proof_keeps_its_original(
 
 
 @pytest.mark.wheels
+@pytest.mark.parametrize("earlier", ["nothing", "a fix", "an unproved fix"])
+@pytest.mark.parametrize("ends", [UndeterminedError("no import"), KeyboardInterrupt()])
+def test_what_someone_changed_during_the_proof_is_not_overwritten(
+    tree: SglangTree, state: Path, earlier: str, ends: BaseException
+) -> None:
+    if earlier != "nothing":
+        work.apply(job(tree, state, (ONE,) if earlier == "a fix" else BOTH))
+    if earlier == "an unproved fix":
+        restore.revert(job(tree, state).store, BOTH, Asked(only=("FIX902",)))
+    path = Path(tree.root) / QUANT
+
+    def changes() -> None:
+        path.write_text("# mine\n")
+        raise ends
+
+    wanted = job(tree, state, traced=changes)
+    said = r"the proof failed \(.*no import\), and " * isinstance(ends, UndeterminedError)
+    with pytest.raises(PatchRefusedError, match=rf"^{said}/.*quant\.py was changed") as refused:
+        work.apply(wanted)
+    assert path.read_text() == "# mine\n"
+    assert restore.status(wanted.store, BOTH).exit_code == 1
+    kept = Path((refused.value.hint or "").partition("its original is ")[2].partition(":")[0])
+    shutil.copyfile(kept, path)  # as the hint says
+    restore.revert(wanted.store, BOTH, Asked())
+    assert b"FIX90" not in path.read_bytes()
+    assert not wanted.store.path.exists()
+
+
+@pytest.mark.wheels
+def test_what_is_not_ours_stays_as_someone_made_it_during_the_proof(
+    tree: SglangTree, state: Path
+) -> None:
+    """A fix reads it, and has nothing to change there."""
+    reads = replace(ONE, files=(*ONE.files, KV))
+
+    def changes() -> None:
+        (Path(tree.root) / KV).write_text("# mine\n")
+        raise UndeterminedError("no import")
+
+    before = contents(Path(tree.root))
+    assert work.apply(job(tree, state, (reads,), traced=changes)).exit_code == 4
+    assert (Path(tree.root) / KV).read_text() == "# mine\n"
+    assert contents(Path(tree.root)) == {
+        **before,
+        KV: (b"# mine\n", before[KV][1]),
+    }
+
+
+@pytest.mark.wheels
 def test_a_file_that_a_checkout_does_not_have(tree: SglangTree, tmp_path: Path) -> None:
     root = Path(tree.root)
     shutil.rmtree(next(root.glob("sglang-*.dist-info")))
@@ -368,12 +417,27 @@ def test_status_says_what_a_server_stops_for(sglang_tree: Tree, tmp_path: Path) 
     wanted = job(tree, tmp_path / "state", insisting())
     assert restore.status(wanted.store, ALL).notes == ()
     work.apply(wanted)
+    # The branch is in the tree, and no launch that was traced comes by it.
+    assert restore.status(wanted.store, ALL).notes == ()
+    assert FACTS.trace is not None
+    reason = "until `dsv4doctor kernels verify --only moe_mxfp4` was run"
+    first = replace(FACTS.trace.layers[0], reason=reason)
+    other = replace(FACTS, trace=replace(FACTS.trace, layers=(first,)))
+    assert "nothing to do" in work.apply(replace(wanted, before=other, after=other)).said
     (note,) = restore.status(wanted.store, ALL).notes
     assert note == (
         "routed experts that go to dsv4doctor's own kernel: the server stops while it builds the "
         "model until `dsv4doctor kernels verify --only moe_mxfp4` was run on the serving machine"
     )
     assert note in console(restore.status(wanted.store, ALL), Style(300))
+    work.apply(wanted)  # what another launch stops for is not forgotten
+    assert restore.status(wanted.store, ALL).notes == (note,)
+    journal = wanted.store.load()
+    assert journal is not None
+    unknown = replace(journal.settled, stops_for=None)  # as of an earlier dsv4doctor
+    for settled in (unknown, replace(unknown, stops_for=(), proved=False)):
+        wanted.store.save(replace(journal, settled=settled))
+        assert restore.status(wanted.store, ALL).notes == (note,)
     wanted.store.path.unlink()  # as after `git apply`
     assert restore.status(wanted.store, ALL).notes == (note,)
 

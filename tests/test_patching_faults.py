@@ -1,7 +1,9 @@
 """Whatever fails or is killed, at whatever step, the tree is put right and nothing is lost."""
 
+import base64
 import contextlib
 import errno
+import hashlib
 import importlib.util
 import itertools
 import multiprocessing
@@ -18,7 +20,7 @@ from patching_trees import adds, contents, job
 
 from dsv4doctor.errors import DoctorError, PatchRefusedError
 from dsv4doctor.models import SglangTree
-from dsv4doctor.patching import restore, work
+from dsv4doctor.patching import disk, restore, work
 from dsv4doctor.patching.view import Asked
 
 Tree = Callable[[str], SglangTree]
@@ -331,6 +333,67 @@ def test_a_killed_runs_tree_that_someone_changed_meanwhile(
     with pytest.raises(PatchRefusedError, match="changed after dsv4doctor wrote it"):
         restore.recover_tree(place.job.store)
     assert (place.root / FILES[0]).read_text() == "# mine\n"
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("how", ["one file", "all files", "a file less"])
+def test_a_killed_runs_tree_that_was_installed_anew_meanwhile(
+    pristine_part: tuple[SglangTree, dict[str, Any]], tmp_path: Path, how: str
+) -> None:
+    place = Place(pristine_part, tmp_path)
+    _interrupt(place)
+    store, record = place.job.store, next(place.root.glob("sglang-*.dist-info/RECORD"))
+    listed = []
+    for name in FILES if how == "all files" else FILES[:1]:
+        path = place.root / name
+        path.unlink()
+        if how != "a file less":
+            path.write_text("# of another release\n")
+            digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest())
+            listed.append(f"{name},sha256={digest.decode().rstrip('=')},1\n")
+    others = [line for line in record.read_text().splitlines(keepends=True) if FILES[0] not in line]
+    record.write_text("".join([*others, *listed] if how != "all files" else listed))
+    before = (place.now, contents(store.folder / "bytes"))
+    with pytest.raises(PatchRefusedError, match="another SGLang was installed since") as refused:
+        place.recover()
+    assert (place.now, contents(store.folder / "bytes")) == before
+    hint = refused.value.hint or ""
+    assert ("reinstall" in hint) == (how != "all files")
+    assert f"remove {store.folder}" in hint
+    kept = Path(hint.partition("copy the original, ")[2].partition(", there")[0])
+    assert kept.read_bytes() == place.original[FILES[0]][0]
+    (place.root / FILES[0]).write_bytes(kept.read_bytes())
+    if how != "all files":  # as the hint says
+        place.recover()
+        assert place.now[FILES[1]] == place.original[FILES[1]]
+
+
+@pytest.mark.wheels
+def test_what_someone_changed_while_an_error_is_taken_back(
+    pristine_part: tuple[SglangTree, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place(pristine_part, tmp_path)
+    publish = disk.publish
+
+    def failing(scratch: Path, path: Path) -> None:
+        if path == place.root / FILES[2]:
+            (place.root / FILES[0]).write_text("# mine\n")
+            _fails()
+        publish(scratch, path)
+
+    monkeypatch.setattr(disk, "publish", failing)
+    with pytest.raises(PatchRefusedError, match=r"base_config\.py was changed by someone else"):
+        place.apply()
+    assert (place.root / FILES[0]).read_text() == "# mine\n"
+    monkeypatch.undo()
+    with pytest.raises(PatchRefusedError, match=r"base_config\.py was changed") as refused:
+        place.recover()
+    kept = Path((refused.value.hint or "").partition("its original is ")[2].partition(":")[0])
+    shutil.copyfile(kept, place.root / FILES[0])  # as the hint says
+    place.recover()
+    assert place.now == place.original
 
 
 @pytest.mark.wheels

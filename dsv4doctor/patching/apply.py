@@ -15,7 +15,7 @@ from pathlib import Path
 from dsv4doctor.errors import PatchRefusedError
 from dsv4doctor.patching import disk
 from dsv4doctor.patching.journal import Journal, Original, Pending, State, Store
-from dsv4doctor.patching.standing import Stand, file_in, refuse_foreign
+from dsv4doctor.patching.standing import Stand, file_in, refuse_foreign, refuse_released
 
 _OVERLAY = "or leave the tree alone and use --overlay DIR"
 _HINTS = {
@@ -86,11 +86,15 @@ def carry_out(
 
 
 def recover(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> Journal | None:
-    """An interrupted change taken back; an interrupted way back taken to its end."""
+    """An interrupted change taken back; an interrupted way back taken to its end.
+
+    Raises PatchRefusedError, with nothing touched, when a file is neither's.
+    """
     pending = journal.pending
     if pending is None:
         return journal
     refuse_foreign(store, journal, standing)
+    refuse_released(store, journal, standing)
     target = pending.state if pending.kind == "revert" else journal.settled
     refuse_unwritable(store, list(journal.originals))
     root = Path(store.tree.root)
@@ -155,6 +159,11 @@ def _take_back(store: Store, begun: Journal, writes: Sequence[Write]) -> None:
             if scratch is not None:
                 disk.discard(scratch)
             now = disk.read(path)
+            if now is not None and now.sha256 not in (write.now.sha256, write.new.sha256):
+                raise PatchRefusedError(
+                    f"{path} was changed by someone else meanwhile: left alone",
+                    "dsv4doctor fix --recover says how to go on",
+                )
             if now is None or not _same(now, write.now):
                 _put(disk.stage(path, write.now), path)
         _settle(store, begun, begun.settled)

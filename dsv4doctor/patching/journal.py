@@ -46,6 +46,8 @@ class State:
     """File -> sha256, for files that differ from their original."""
     proved: bool = False
     """A trace has shown that it does what was planned."""
+    stops_for: tuple[str, ...] | None = None
+    """Our kernels that routed experts go to in the launches that were traced; None: not known."""
 
 
 @dataclass(frozen=True)

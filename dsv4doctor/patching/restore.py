@@ -99,6 +99,7 @@ def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
         name: judge.of(name, store.content(kept.sha256)) for name, kept in journal.originals.items()
     }
     code, said = _said_status(journal, found)
+    known = journal.settled.stops_for if journal.settled.proved else None
     return Outcome(
         "status",
         store.tree,
@@ -107,7 +108,7 @@ def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
         pristine=names,
         journal=journal,
         stands=found,
-        notes=tuple(verifying.of_tree(root, fixes)),
+        notes=tuple(verifying.of_tree(root, fixes, known)),
     )
 
 

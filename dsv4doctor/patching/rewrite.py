@@ -63,7 +63,8 @@ def write(store: Store, seen: View, planned: Plan, kind: str) -> Journal | None:
     """The tree as `planned` says; gives the new journal."""
     journal = seen.journal or Journal(store.tree.root, store.tree.version)
     files = {name: disk.sha256(content) for name, content in planned.contents.items()}
-    after = State(planned.applied, files)
+    known = seen.journal.settled.stops_for if seen.journal is not None else ()
+    after = State(planned.applied, files, stops_for=known)
     writes = []
     for name, (_, content) in changes_of(seen, planned).items():
         now = seen.files[name]
@@ -75,19 +76,34 @@ def write(store: Store, seen: View, planned: Plan, kind: str) -> Journal | None:
 
 
 def undo(store: Store, seen: View, done: Journal | None) -> None:
-    """The tree as it was seen."""
+    """The tree as it was seen, from what `done` left.
+
+    Raises PatchRefusedError, with nothing touched, for a file of ours that someone else changed or
+    removed meanwhile; what is not ours is not looked after.
+    """
     before = seen.journal.settled if seen.journal is not None else State()
     journal = done or Journal(store.tree.root, store.tree.version)
-    for name in journal.originals:
-        if not os.path.lexists(os.path.join(store.tree.root, name)):
-            raise PatchRefusedError(
-                f"{os.path.join(store.tree.root, name)} is missing: nothing is taken back",
-                f"its original is {store.where(journal.originals[name].sha256)}: copy it there, "
-                "then run dsv4doctor fix --revert",
-            )
     writes = []
     for name, old in seen.files.items():
+        written = journal.settled.files.get(name) or disk.sha256(seen.bases[name])
         now = disk.read(Path(store.tree.root) / name)
-        if now is not None and (now.sha256, now.link) != (old.sha256, old.link):
-            writes.append(Write(name, now, old))
+        if now is None and name in journal.originals:
+            raise _not_ours(store, journal, name, "is missing")
+        if now is None or old.sha256 in (written, now.sha256):
+            continue
+        if now.sha256 != written:
+            raise _not_ours(store, journal, name, "was changed by someone else meanwhile")
+        writes.append(Write(name, now, old))
     carry_out(store, journal, before, "revert", writes)
+
+
+def _not_ours(store: Store, journal: Journal, name: str, what: str) -> PatchRefusedError:
+    original = journal.originals.get(name)
+    hint = "look at it, then run dsv4doctor fix --apply again"
+    if original is not None:
+        hint = (
+            f"its original is {store.where(original.sha256)}: save any other change, copy it "
+            "there, then run dsv4doctor fix --revert"
+        )
+    path = os.path.join(store.tree.root, name)
+    return PatchRefusedError(f"{path} {what}: nothing is taken back", hint)

@@ -73,6 +73,21 @@ def refuse_foreign(store: Store, journal: Journal, standing: Mapping[str, Stand]
             )
 
 
+def refuse_released(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> None:
+    """PatchRefusedError for a file of an SGLang that was installed over an interrupted change:
+    what is kept is another one's, and may be the last copy."""
+    for file, stand in standing.items():
+        if stand.standing is Standing.RELEASED:
+            version, kept = store.tree.version, store.where(journal.originals[file].sha256)
+            clean = "" if is_obsolete(standing) else f"reinstall SGLang {version} and "
+            raise PatchRefusedError(
+                f"{Path(store.tree.root) / file}: another SGLang was installed since the run was "
+                "interrupted: left alone",
+                f"to keep that SGLang, {clean}remove {store.folder}; to go back, copy the "
+                f"original, {kept}, there and run this again",
+            )
+
+
 def file_in(store: Store, journal: Journal, state: State, file: str) -> disk.File:
     """What `file` is in `state`."""
     original = journal.originals[file]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dsv4doctor.fixes.fix import Fix
-from dsv4doctor.models import Facts
+from dsv4doctor.models import Facts, Trace
 from dsv4doctor.patching import disk
 from dsv4doctor.patching.plan import Plan
 from dsv4doctor.patching.proof import named
@@ -23,7 +23,7 @@ _IN_SOURCE = re.compile(rb"from dsv4doctor\.kernels\.adapters\.(moe_\w+) import"
 
 def of_plan(planned: Plan, facts: Facts) -> list[str]:
     """Of the layers that go to our kernels, and those that are there already."""
-    wanted = _experts(facts)
+    wanted = _experts(facts.trace)
     for step in planned.steps:
         if step.aim is not None and step.aim.operation is not None:
             wanted.setdefault(step.aim.operation, []).extend(step.aimed)
@@ -34,7 +34,7 @@ def of_trace(after: Facts | None) -> list[str]:
     """What the trace of a patched tree cannot prove: our kernels' numbers on the GPU."""
     if after is None or after.trace is None:
         return []
-    wanted = _experts(after)
+    wanted = _experts(after.trace)
     on_paths = (name for path in after.trace.paths for name in _IN_REASON.findall(path.reason))
     found = sorted({*wanted, *on_paths})
     if not found:
@@ -44,15 +44,24 @@ def of_trace(after: Facts | None) -> list[str]:
     return [*_stopping(wanted), run]
 
 
-def of_tree(root: Path, fixes: Sequence[Fix]) -> list[str]:
-    """The same of the code that is in a tree; which launches come by it is not known here."""
+def of_tree(root: Path, fixes: Sequence[Fix], stops_for: Sequence[str] | None = None) -> list[str]:
+    """The same of the code that is in a tree, of the kernels in `stops_for` only.
+
+    None: which launches come by it is not known.
+    """
     files = (disk.read(root / name) for name in dict.fromkeys(n for f in fixes for n in f.files))
     contents = [file.content for file in files if file is not None]
     found = {name.decode() for content in contents for name in _IN_SOURCE.findall(content)}
     return [
         f"routed experts that go to dsv4doctor's own kernel: {_stops(name)}"
         for name in sorted(found)
+        if stops_for is None or name in stops_for
     ]
+
+
+def stops_for(trace: Trace) -> tuple[str, ...]:
+    """Our kernels that the launch's routed experts go to."""
+    return tuple(sorted(_experts(trace)))
 
 
 def left_open(planned: Plan, facts: Facts) -> list[str]:
@@ -61,10 +70,10 @@ def left_open(planned: Plan, facts: Facts) -> list[str]:
     return [text for text in said if text is not None]
 
 
-def _experts(facts: Facts) -> dict[str, list[str]]:
+def _experts(trace: Trace | None) -> dict[str, list[str]]:
     """Operation -> the layers whose kernel it is."""
     wanted: dict[str, list[str]] = {}
-    for layer in facts.trace.layers if facts.trace else ():
+    for layer in trace.layers if trace else ():
         for name in _IN_REASON.findall(layer.reason):
             wanted.setdefault(name, []).append(layer.name)
     return wanted

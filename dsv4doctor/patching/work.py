@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4doctor.audit import Settings
+from dsv4doctor.errors import PatchRefusedError
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Facts, SglangTree
 from dsv4doctor.patching import overlay, plan, shadow, verifying
 from dsv4doctor.patching.apply import refuse_unwritable
-from dsv4doctor.patching.journal import Store
+from dsv4doctor.patching.journal import Journal, Store
 from dsv4doctor.patching.plan import Plan, Status, Wish
 from dsv4doctor.patching.proof import Progress, Proof, facts_of, prove
 from dsv4doctor.patching.restore import take_all_back
@@ -151,7 +152,9 @@ def apply(job: Job) -> Outcome:
         unproved = seen.journal is not None and not seen.journal.settled.proved
         if not draft.outcome.changes and not unproved:
             outcome = replace(draft.outcome, said=f"nothing to do: {draft.outcome.said}")
-            return _noted(outcome, verifying.of_plan(draft.plan, draft.facts))
+            journal, said = _note_down(job.store, seen.journal, draft.facts)
+            said += verifying.of_plan(draft.plan, draft.facts)
+            return _noted(replace(outcome, journal=journal), said)
         notes = refuse_running(job.tree, job.asked.force)
         refuse_unwritable(job.store, list(draft.outcome.changes))
         outcome = replace(draft.outcome, notes=(*draft.outcome.notes, *notes))
@@ -172,21 +175,18 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
         undo(job.store, seen, done)
         raise
     if proof.problems:
-        if unproved:
-            take_all_back(job.store)
-        else:
-            undo(job.store, seen, done)
+        try:
+            take_all_back(job.store) if unproved else undo(job.store, seen, done)
+        except PatchRefusedError as error:
+            said = f"the proof failed ({proof.problems[0]}), and {error.message}"
+            raise PatchRefusedError(said, error.hint) from error
         now = "without any fix" if unproved else "as it was"
         said = f"taken back, the tree is {now}: the proof failed"
         return replace(draft.outcome, exit_code=4, said=said, proof=proof, journal=None)
     notes = [*draft.outcome.notes, *_needed_next(planned, after)]
     notes += verifying.of_trace(after)
-    if done is not None:
-        done = replace(done, settled=replace(done.settled, proved=True))
-        try:
-            job.store.save(done)
-        except OSError as error:
-            notes.append(f"{job.store.path}: the proof could not be noted ({error.strerror})")
+    done, unsaid = _note_down(job.store, done, after)
+    notes += unsaid
     count = len(draft.outcome.changes)
     ids = ", ".join(fix.id for fix in taken) or "no fix"
     said = f"{ids} in, {count} file{'s' if count != 1 else ''} changed, proved by trace"
@@ -198,6 +198,24 @@ def _apply(job: Job, seen: View, draft: Draft, unproved: bool) -> Outcome:
         journal=done,
         notes=tuple(notes),
     )
+
+
+def _note_down(
+    store: Store, journal: Journal | None, after: Facts | None
+) -> tuple[Journal | None, list[str]]:
+    """The journal with the proof, and with what this launch's server stops for too."""
+    if journal is None or after is None or after.trace is None:
+        return journal, []
+    known = journal.settled.stops_for
+    if known is not None:
+        known = tuple(sorted({*known, *verifying.stops_for(after.trace)}))
+    proved = replace(journal, settled=replace(journal.settled, proved=True, stops_for=known))
+    try:
+        if proved != journal:
+            store.save(proved)
+    except OSError as error:
+        return proved, [f"{store.path}: the proof could not be noted ({error.strerror})"]
+    return proved, []
 
 
 def _facts_without(job: Job, bases: Mapping[str, bytes]) -> Facts:
