@@ -18,7 +18,7 @@ from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.matrix import FlagSet, flag_sets_to_try
 from dsv4doctor.matrix_run import Model, Plan, Release, cores
 from dsv4doctor.models import ARCHS, Arch, SglangTree
-from dsv4doctor.target import Options, Target, resolve, resolve_tree
+from dsv4doctor.target import Options, Target, resolve, resolve_tree, traceable
 from dsv4doctor.wheels import default_cache
 
 Download = Callable[[int, "int | None"], None]
@@ -140,7 +140,7 @@ def _archs(text: str) -> tuple[Arch, ...]:
     if text == "auto":
         gpus = read_gpus()
         if gpus.gpus:
-            return tuple(dict.fromkeys(gpu.arch for gpu in gpus.gpus))
+            return tuple(dict.fromkeys(traceable(gpu) for gpu in gpus.gpus))
         reason = f" ({gpus.unavailable})" if gpus.unavailable else ""
         raise UsageError(
             f"no GPU on this machine{reason}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import sys
@@ -10,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
+from dsv4doctor import jsonio
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
 from dsv4doctor.facts.files import shown
@@ -105,17 +108,17 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     check_limits(launch)
     notes += launch.notes
     # What is cheap and most often missing is asked for first.
-    kept = saved.checkpoint if saved is not None and options.model is None else None
+    kept = _saved_checkpoint(options, saved, launch)
     if kept is None and launch.model is None:
         raise _no_model(options, launch)
     gpus = saved.gpu if saved else read_gpus()
-    arch, arch_source, gpu = _arch(options, gpus, saved is not None, launch, notes)
+    variables = {**environment, **launch.environment}
+    arch, arch_source, gpu = _arch(options, gpus, saved is not None, variables, notes)
     if kept is None:
-        model_path = _model_path(options, launch, environment)
+        model_path = _model_path(options, launch, environment, saved)
     else:
         model_path = _materialised(kept, default_cache())
     interpreter = _interpreter(options, launch, notes)
-    variables = {**environment, **launch.environment}
     with ThreadPoolExecutor(max_workers=2) as beside:
         # Most of it is waiting: for the target interpreter's answer, or for a download.
         machine = None if saved else beside.submit(read_host, variables, gpus, launch.model)
@@ -257,11 +260,25 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _model_path(options: Options, launch: Launch, environment: Mapping[str, str]) -> Path:
+def _model_path(
+    options: Options,
+    launch: Launch,
+    environment: Mapping[str, str],
+    saved: Snapshot | None = None,
+) -> Path:
     """The folder of the launch's model on this machine."""
     if launch.model is None:
         raise _no_model(options, launch)
-    return resolve_model(launch.model, {**environment, **launch.environment})
+    try:
+        return resolve_model(launch.model, {**environment, **launch.environment})
+    except UsageError as error:
+        if saved is None or saved.checkpoint is None or options.model is not None:
+            raise
+        raise UsageError(
+            f"{launch.source}: {error.message}, and {options.snapshot} is of another model, "
+            f"{saved.checkpoint.name}",
+            "take the snapshot with this launch: dsv4doctor snapshot --launch FILE -o FILE",
+        ) from error
 
 
 def _no_model(options: Options, launch: Launch) -> UsageError:
@@ -278,10 +295,27 @@ def _no_model(options: Options, launch: Launch) -> UsageError:
     return UsageError("no MODEL and no --launch given", f"{model}, or {script}")
 
 
+def _saved_checkpoint(
+    options: Options, saved: Snapshot | None, launch: Launch
+) -> Checkpoint | None:
+    """The snapshot's, unless the command line or a script names another model."""
+    if saved is None or saved.checkpoint is None or options.model is not None:
+        return None
+    kept, own = saved.checkpoint, saved.launch.model if saved.launch else None
+    if launch.model is None or launch.model == own:
+        return kept
+    # Elsewhere the same checkpoint may lie in another folder, or go by its id.
+    names = {PurePosixPath(name).name for name in (own, kept.path, kept.name) if name}
+    return kept if PurePosixPath(launch.model).name in names else None
+
+
 def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
-    """A snapshot's checkpoint as header-only files in our cache, by its content."""
-    name = "".join(char for char in checkpoint.content_key if char.isalnum())[:32] or "unnamed"
-    target = cache / "snapshots" / name
+    """A snapshot's checkpoint as header-only files in our cache, by its content.
+
+    By what the snapshot says now: its own key is of the files that it was taken from.
+    """
+    content = json.dumps(jsonio.to_plain(checkpoint), sort_keys=True).encode()
+    target = cache / "snapshots" / hashlib.sha256(content).hexdigest()[:32]
     if os.path.isdir(target):
         return target
     try:
@@ -305,10 +339,14 @@ def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
 
 
 def _arch(
-    options: Options, gpus: GpuFacts, is_saved: bool, launch: Launch, notes: list[str]
+    options: Options,
+    gpus: GpuFacts,
+    is_saved: bool,
+    variables: Mapping[str, str],
+    notes: list[str],
 ) -> tuple[Arch, str, Gpu | None]:
     """The architecture, where it comes from, and the GPU that has it."""
-    used = _used_gpu(gpus, launch)
+    used = _used_gpu(gpus, variables)
     if options.arch != "auto":
         arch = ARCHS[options.arch]
         return arch, "--arch", used if used is not None and used.arch == arch else None
@@ -322,12 +360,22 @@ def _arch(
     if len({gpu.arch for gpu in gpus.gpus}) > 1:
         kinds = ", ".join(sorted({f"{gpu.name} ({gpu.arch.name})" for gpu in gpus.gpus}))
         notes.append(f"GPUs of several kinds ({kinds}): GPU {used.index} is used; see --arch")
-    return used.arch, "snapshot" if is_saved else "NVML", used
+    return traceable(used), "snapshot" if is_saved else "NVML", used
 
 
-def _used_gpu(gpus: GpuFacts, launch: Launch) -> Gpu | None:
-    """The first GPU that the launch can see."""
-    visible = launch.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+def traceable(gpu: Gpu) -> Arch:
+    """The architecture of `gpu`; UsageError for one that no launch is traced for."""
+    if gpu.arch not in ARCHS.values():
+        raise UsageError(
+            f"{gpu.name} is {gpu.arch.name}: launches are traced for other GPUs",
+            f"say which one is meant: --arch {'|'.join(ARCHS)}",
+        )
+    return gpu.arch
+
+
+def _used_gpu(gpus: GpuFacts, variables: Mapping[str, str]) -> Gpu | None:
+    """The first GPU that a server with `variables` can see."""
+    visible = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     chosen = [gpu for gpu in gpus.gpus if str(gpu.index) == visible]
     return next(iter(chosen or gpus.gpus), None)
 

@@ -10,7 +10,7 @@ import pytest
 from dsv4doctor import target
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.snapshot import text_of
-from dsv4doctor.models import ARCHS, Gpu, GpuFacts, SglangTree
+from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, SglangTree
 from dsv4doctor.target import Options, Target, resolve
 
 _PRO = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30)
@@ -59,19 +59,31 @@ def test_arch_is_taken_as_said(look: Callable[..., Target]) -> None:
     assert look((_PRO,), arch="sm_120").gpu == _PRO
 
 
-def test_gpus_of_several_kinds_are_said(look: Callable[..., Target]) -> None:
+def test_gpus_of_several_kinds_are_said(
+    look: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = look((_PRO, _B200))
     assert first.arch == ARCHS["sm_120"]
     (note,) = first.notes
     assert "B200 (sm_100), RTX PRO 6000 (sm_120)" in note
     assert "GPU 0 is used" in note
     assert look((_PRO, _B200), env=("CUDA_VISIBLE_DEVICES=1",)).arch == ARCHS["sm_100"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the shell that the server starts from
+    assert look((_PRO, _B200)).arch == ARCHS["sm_100"]
 
 
 def test_no_gpu_needs_arch(look: Callable[..., Target]) -> None:
     with pytest.raises(UsageError, match="no GPU on this machine"):
         look(())
     assert look((), arch="sm_121").arch == ARCHS["sm_121"]
+
+
+def test_a_gpu_that_nothing_is_traced_for_needs_arch(look: Callable[..., Target]) -> None:
+    older = Gpu(0, "L40S", Arch(8, 9), 48 << 30)
+    with pytest.raises(UsageError, match="L40S is sm_89") as raised:
+        look((older,))
+    assert "--arch sm_90|" in str(raised.value.hint)
+    assert look((older,), arch="sm_120").gpu is None
 
 
 def test_model_on_the_command_line_replaces_the_scripts(
@@ -120,6 +132,45 @@ def test_snapshot_supplies_what_is_not_said(
     assert there.tree.root != str(tree)
     again = look((_B200,), snapshot=file, model=None, sglang=None)
     assert again.model_path == there.model_path  # so that the trace's cache key stays
+
+
+def test_a_script_with_another_model_than_the_snapshots(
+    look: Callable[..., Target], checkpoint: Callable[..., Path], tmp_path: Path, tree: Path
+) -> None:
+    """The script's is looked at, and never the snapshot's in its place."""
+    file, script = tmp_path / "box.json", tmp_path / "serve.sh"
+    file.write_text(text_of(look((_PRO,)).snapshot))
+    other = checkpoint("deepseek-ai__DeepSeek-V4-Flash", experts=2)
+
+    def read(model: str) -> Target:
+        script.write_text(f"python -m sglang.launch_server --model-path {model}\n")
+        return look((_PRO,), snapshot=file, launch=script, model=None)
+
+    assert read(str(other)).checkpoint.path == str(other)
+    with pytest.raises(UsageError) as raised:
+        read("/models/other")
+    for said in ("serve.sh: /models/other: no such folder", "box.json is of another model"):
+        assert said in raised.value.message
+    # In another folder, or without a name: the snapshot's.
+    name = look((_PRO,)).checkpoint.name
+    for same in (f"/models/{name}", '"$UNSET_HERE"'):
+        assert read(same).checkpoint.path == look((_PRO,)).checkpoint.path
+    assert look((_PRO,), snapshot=file, model=None, flags=("--tp", "4")).checkpoint.name == name
+
+
+def test_a_snapshot_that_was_edited_is_another_checkpoint(
+    look: Callable[..., Target], tmp_path: Path
+) -> None:
+    file = tmp_path / "box.json"
+    plain = json.loads(text_of(look((_PRO,)).snapshot))
+    folders = []
+    for layers in (43, 20):
+        plain["checkpoint"]["config"]["num_hidden_layers"] = layers
+        file.write_text(json.dumps(plain))
+        folders.append(look((_PRO,), snapshot=file, model=None).model_path)
+        config = json.loads((folders[-1] / "config.json").read_text())
+        assert config["num_hidden_layers"] == layers
+    assert folders[0] != folders[1]  # the key of a kept trace
 
 
 def test_another_release_at_the_snapshots_path_is_not_taken(
