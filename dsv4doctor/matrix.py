@@ -72,6 +72,12 @@ class Cell:
         return min((part.verdict for part in self.parts), key=_WORST.index)
 
     @property
+    def is_determined(self) -> bool:
+        """False where a model's kernel could not be traced; as `check` has it, exit code 3."""
+        gaps = (part.verdict is Verdict.UNKNOWN and part.kernel is None for part in self.parts)
+        return self.traced and not any(gaps)
+
+    @property
     def works(self) -> bool:
         return all(part.verdict in WORKING for part in self.parts)
 

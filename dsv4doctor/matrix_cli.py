@@ -181,7 +181,7 @@ def _size(plan: Plan) -> str:
 def _exit_code(matrix: Matrix, advice: Sequence[Advice]) -> int:
     if matrix.interrupted:
         return _INTERRUPTED
-    if not all(cell.traced for cell in matrix.cells):
+    if not all(cell.is_determined for cell in matrix.cells):
         return 3
     return int(any(not one.choices for one in advice))
 

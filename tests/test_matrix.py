@@ -96,6 +96,7 @@ def test_the_worse_of_both_is_the_cells() -> None:
 def test_a_clamp_that_is_dropped_is_wrong_output_and_only_where_the_model_has_one() -> None:
     lost = _cell("0.5.14", "sm_120", "flashinfer_cutlass, no draft")
     assert lost.verdict is _F
+    assert lost.is_determined
     assert lost.main.reason.startswith("wrong output: it runs without the model's SwiGLU clamp")
     assert not lost.works
     assert _cell("0.5.14", "sm_120", "flashinfer_cutlass, no draft", clamp=False).works
@@ -144,6 +145,7 @@ def test_a_launch_that_stops_before_its_layers() -> None:
         _KEY, replace(bare, unresolved=("main: KeyError",)), {}, grounds=None, has_clamp=True
     )
     assert (short.verdict, short.main.reason) == (_U, "the trace stopped short: main: KeyError")
+    assert not short.is_determined
     empty = cell(_KEY, bare, {}, grounds=None, has_clamp=True)
     assert (empty.verdict, empty.works) == (_U, False)
     # The main model is there; only the draft's building fails.

@@ -19,6 +19,7 @@ from dsv4doctor.errors import DoctorError, UndeterminedError
 from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.facts.snapshot import take, text_of
 from dsv4doctor.matrix import FlagSet
+from dsv4doctor.matrix_cli import _exit_code
 from dsv4doctor.matrix_plan import Asked
 from dsv4doctor.matrix_plan import plan as make_plan
 from dsv4doctor.matrix_run import Model, Plan, Release
@@ -136,6 +137,23 @@ def test_one_release_that_fails_leaves_the_others(
     assert "killed by SIGKILL" in found.cells[1].main.reason
     assert max(steps) == 4
     assert not found.interrupted
+
+
+def test_a_trace_that_stopped_short_is_no_answer(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same exit code as of `check`: 3, though every launch was traced."""
+
+    def short(request: TraceRequest) -> Trace:
+        return replace(_traced(request), layers=(), unresolved=("main: KeyError: 'x'",))
+
+    for launched, code in ((_traced, 0), (short, 3)):
+        monkeypatch.setattr(
+            matrix_run,
+            "trace_launches",
+            lambda requests, launched=launched, **_: [launched(one) for one in requests],
+        )
+        assert _exit_code(matrix_run.run(plan), ()) == code
 
 
 def test_a_release_that_could_not_be_fetched(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
