@@ -11,6 +11,7 @@ from dsv4doctor import __version__
 from dsv4doctor.alternatives import Candidate, candidates, outcome
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.evidence.grounds import Grounds, grounds
+from dsv4doctor.evidence.stamped import verified_here
 from dsv4doctor.facts.callsite import call_texts, text_at
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.models import (
@@ -84,7 +85,8 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         trace = _with_gaps(trace, settings.roles)
     trace = _of_paths(trace, settings.paths)
     texts = call_texts(Path(target.tree.root), trace.layers)
-    stand_on = grounds(target.snapshot.stack, target.tree)
+    verified = verified_here(target.snapshot, target.arch_source)
+    stand_on = replace(grounds(target.snapshot.stack, target.tree), verified=verified)
     trace = judged(trace, texts, stand_on)
     facts = Facts(
         snapshot=target.snapshot,

@@ -59,6 +59,8 @@ class KnownKernel:
     clamp: str | None = None
     condition: str | None = None
     """What it takes beyond the right GPU, as a clause: without it there is no promise."""
+    operation: str | None = None
+    """Its name in `kernels verify`, for one of ours: a stamp of this machine is that condition."""
     fallback: str | None = None
     """Why it is far slower than what the GPU can do, as a clause."""
     slow_on: tuple[Arch, ...] = ()
@@ -140,6 +142,7 @@ def _row(row: dict[str, Any]) -> KnownKernel:
         sm100=row.get("sm100", False),
         clamp=row.get("clamp"),
         condition=row.get("condition"),
+        operation=row.get("operation"),
         fallback=row.get("fallback"),
         slow_on=tuple(_arch(text) for text in row.get("slow_on", ())),
         errors=tuple(_error(error) for error in row.get("errors", ())),
@@ -262,6 +265,9 @@ def _of_kernel(
     if known.fallback is not None and (not known.slow_on or arch in known.slow_on):
         slow = f"{named} runs on {arch.name} and is a fallback: {known.fallback}"
         return Verdict.FALLBACK, f"{slow}{source}"
+    day = grounds.verified.get(known.operation or "") if grounds is not None else None
+    if day is not None:
+        return Verdict.RUNS, f"{named} exists for {arch.name}, verified on this machine on {day}"
     if known.condition is not None:  # whether it holds is for the serving machine to say
         return Verdict.UNKNOWN, f"{named} exists for {arch.name}; {known.condition}{source}"
     return Verdict.RUNS, f"{named} exists for {arch.name}{source}"

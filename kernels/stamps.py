@@ -134,14 +134,31 @@ def stale(name: str, platform: Platform, folder: Path = catalog.FOLDER) -> str |
     """Why there is no valid stamp, in a few words; None: there is one."""
     path = path_of(name, platform)
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))["key"]
+        stored = _stored(path)["key"]
         wanted = key(name, platform, folder)
         changed = [field for field, value in wanted.items() if stored.get(field) != value]
     except FileNotFoundError:
         return "was never verified on this GPU"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except _UNREADABLE:
         return f"has a stamp that cannot be read ({path})"
     if not changed:
         return None
     what = {"source": "the kernel's source", "driver": "the driver"}
     return f"was verified before {', '.join(what.get(each, each) for each in changed)} changed"
+
+
+def day(name: str, platform: Platform, folder: Path = catalog.FOLDER) -> str | None:
+    """When the valid stamp of `name` was made, e.g. "2026-11-29"; None: there is none."""
+    if stale(name, platform, folder) is not None:
+        return None
+    try:
+        return str(_stored(path_of(name, platform))["made"]).partition("T")[0]
+    except _UNREADABLE:
+        return None
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def _stored(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

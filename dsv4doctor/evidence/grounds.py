@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from packaging.specifiers import SpecifierSet
@@ -22,6 +23,8 @@ class Grounds:
     """The version that will serve: installed, or pinned by SGLang."""
     missing: str = "nothing installed was looked at"
     """Why the evidence does not speak of FlashInfer; empty where it does."""
+    verified: Mapping[str, str] = field(default_factory=dict)
+    """Our own kernels that were verified on the machine of this launch, and the day."""
 
 
 def grounds(stack: Stack | None, tree: SglangTree) -> Grounds:

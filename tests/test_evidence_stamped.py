@@ -1,0 +1,144 @@
+"""Our own kernels run where they were verified, and are promised nowhere else."""
+
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4doctor.evidence.grounds import Grounds
+from dsv4doctor.evidence.stamped import verified_here
+from dsv4doctor.kernels import stamps
+from dsv4doctor.kernels.verify import Checked, record
+from dsv4doctor.models import (
+    ARCHS,
+    Gpu,
+    GpuFacts,
+    Kernel,
+    Launch,
+    SglangTree,
+    Snapshot,
+    Stack,
+    Verdict,
+)
+from dsv4doctor.rules.samples import DRAFT_CUTLASS
+from dsv4doctor.verdicts import judge, judge_kernel
+
+NAME = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+PLATFORM = stamps.Platform(NAME, "12.0", "580.65", "2.11.0+cu130", "3.6.0")
+GOOD = (Checked("moe_mxfp4", "one", 0.001, 0.01, 0.1),)
+ONE = Gpu(0, NAME, ARCHS["sm_120"], 96 << 30)
+HERE = Snapshot(
+    "0",
+    "",
+    GpuFacts((ONE, replace(ONE, index=1)), "580.65"),
+    SglangTree("/site", "0.5.23", "installed"),
+    Stack(sys.executable, "3.12.3", ()),
+    None,
+    Launch("command line", None, {}, "model", ()),
+    {},
+)
+
+
+@pytest.fixture(autouse=True)
+def _verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stamp of this machine, and a Python with torch and Triton."""
+    monkeypatch.setenv(stamps.STATE_VARIABLE, str(tmp_path / "state"))
+    site = tmp_path / "site"
+    for name, file, version in (
+        ("torch", "version.py", "2.11.0+cu130"),
+        ("triton", "__init__.py", "3.6.0"),
+    ):
+        (site / name).mkdir(parents=True)
+        (site / name / file).write_text(f"import os\n__version__ = '{version}'\n")
+    found = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        if not (site / name).is_dir():
+            return found(name, package)
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(site / name)]
+        return spec
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    path = record("moe_mxfp4", GOOD, PLATFORM)
+    assert path is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "made": "2026-11-29T20:00:00Z"}))
+
+
+def test_a_kernel_with_a_stamp_of_this_machine_runs() -> None:
+    verified = verified_here(HERE, "NVML")
+    assert verified == {"moe_mxfp4": "2026-11-29"}
+    grounds = Grounds(verified=verified)
+    symbol = Kernel("triton:dsv4doctor.kernels.grouped_gemm._product_kernel", None)
+    ours = replace(DRAFT_CUTLASS, quant_method="Dsv4DoctorMxfp4MoEMethod", kernel=symbol)
+    judged = judge(ours, ARCHS["sm_120"], grounds=grounds)
+    assert judged.verdict is Verdict.RUNS
+    assert "verified on this machine on 2026-11-29" in judged.reason
+    assert judge(ours, ARCHS["sm_120"]).verdict is Verdict.UNKNOWN
+    other = "triton:dsv4doctor.kernels.indexer_logits._logits_kernel"
+    verdict, reason = judge_kernel(other, ARCHS["sm_120"], grounds=grounds)
+    assert verdict is Verdict.UNKNOWN
+    assert "kernels verify --only indexer_logits" in reason
+
+
+def _gpus(*gpus: Gpu, driver: str | None = "580.65", unavailable: str | None = None) -> Snapshot:
+    return replace(HERE, gpu=GpuFacts(gpus, driver, unavailable))
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "source"),
+    [
+        pytest.param(HERE, "--arch", id="--arch, of the same GPU"),
+        pytest.param(HERE, "snapshot", id="a snapshot"),
+        pytest.param(_gpus(replace(ONE, name="NVIDIA RTX 5090")), "NVML", id="another GPU"),
+        pytest.param(_gpus(replace(ONE, arch=ARCHS["sm_121"])), "NVML", id="another capability"),
+        pytest.param(_gpus(ONE, replace(ONE, name="NVIDIA RTX 5090")), "NVML", id="two kinds"),
+        pytest.param(_gpus(ONE, driver="590.10"), "NVML", id="another driver"),
+        pytest.param(_gpus(ONE, unavailable="GPU 1: no answer"), "NVML", id="a GPU unread"),
+        pytest.param(
+            replace(HERE, sglang=SglangTree("/a", "0.5.14", "wheel")), "NVML", id="a release"
+        ),
+        pytest.param(
+            replace(HERE, stack=Stack("/other/bin/python", "3.12.3", ())), "NVML", id="a Python"
+        ),
+        pytest.param(
+            replace(HERE, launch=Launch("s.sh", 1, {"HOME": "/srv"}, "m", ())), "NVML", id="a home"
+        ),
+    ],
+)
+def test_elsewhere_it_stays_unknown(snapshot: Snapshot, source: str) -> None:
+    assert verified_here(snapshot, source) == {}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda path: path.unlink(), id="taken away"),
+        pytest.param(lambda path: path.write_text("{"), id="damaged"),
+        pytest.param(
+            lambda path: path.write_text(path.read_text().replace('"source": "', '"source": "0')),
+            id="of another source",
+        ),
+        pytest.param(
+            lambda path: path.write_text(path.read_text().replace("+cu130", "+cu126")),
+            id="of another torch",
+        ),
+    ],
+)
+def test_a_stamp_that_does_not_count_promises_nothing(spoil: Callable[[Path], None]) -> None:
+    spoil(stamps.path_of("moe_mxfp4", PLATFORM))
+    assert verified_here(HERE, "NVML") == {}
+
+
+def test_no_torch_and_no_folder_are_no_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stamps.STATE_VARIABLE, "~no-such-user/state")
+    assert verified_here(HERE, "NVML") == {}
+    (tmp_path / "site" / "torch" / "version.py").unlink()
+    assert verified_here(HERE, "NVML") == {}
