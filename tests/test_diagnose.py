@@ -256,3 +256,17 @@ def test_error_that_nothing_explains() -> None:
     ] == "ZeroDivisionError: division by zero"
     assert diagnosis.first is not None
     assert diagnosis.first.rank == "TP1"
+
+
+def test_the_end_of_a_child_without_its_error_is_an_error_that_nothing_explains() -> None:
+    """The log shows that the server failed, and not why: that is not "nothing wrong"."""
+    end = (
+        "[2026-09-22 01:00:00] SIGQUIT received. signum=3, frame=None. It usually means one child\n"
+    )
+    diagnosis = read(healthy("0.5.23") + end)
+    assert found(diagnosis) == ["LOG590"]
+    assert diagnosis.exit_code == 3
+    assert [line.text for line in diagnosis.unexplained] == [diagnosis.matches[0].line.text]
+    assert diagnosis.first == diagnosis.matches[0].line
+    explained = read(_FRAMES.format(model="deepseek_v4") + end)
+    assert (explained.exit_code, explained.unexplained) == (1, ())

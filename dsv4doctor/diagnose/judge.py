@@ -10,7 +10,7 @@ from dsv4doctor.diagnose.args import LoggedLaunch, logged_launch
 from dsv4doctor.diagnose.facts import LogFacts, read_facts
 from dsv4doctor.diagnose.lines import Line
 from dsv4doctor.diagnose.scan import Observation, Sighting, Tally, is_last
-from dsv4doctor.diagnose.signature import Cause, Signature
+from dsv4doctor.diagnose.signature import CONSEQUENCE, Cause, Signature
 from dsv4doctor.models import Severity
 
 HIGH, MEDIUM = 0.75, 0.4
@@ -69,7 +69,7 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """0 nothing wrong, 1 a cause was found, 3 an error that nothing explains."""
-        if any(match.signature.tier < 2 for match in self.matches):
+        if any(match.signature.tier < CONSEQUENCE for match in self.matches):
             return 1
         return 3 if self.unexplained else 0
 
@@ -93,7 +93,8 @@ def judge(seen: Observation, source: str, arch: str | None, notes: Sequence[str]
     matches.sort(key=_order)
     explained = {match.sighting.line.number for match in matches}
     unexplained = _unexplained(seen, matches, explained)
-    firsts = [match.line for match in matches if match.signature.tier < 2] + seen.errors[:1]
+    firsts = [match.line for match in matches if match.signature.tier < CONSEQUENCE]
+    firsts += [*seen.errors[:1], *unexplained[:1]]
     return Diagnosis(
         source=source,
         lines=seen.lines,
@@ -122,7 +123,7 @@ def _conditional(
     if facts.arch is not None:
         return found
     done = {match.signature.id for match in matches}
-    is_explained = any(match.signature.tier < 2 for match in matches)
+    is_explained = any(match.signature.tier < CONSEQUENCE for match in matches)
     for tally in seen.tallies.values():
         signature = tally.signature
         if signature.requires is None or signature.id in done:
@@ -241,11 +242,12 @@ def _order(match: Match) -> tuple[int, int, int]:
 
 
 def _unexplained(seen: Observation, matches: Sequence[Match], explained: set[int]) -> list[Line]:
-    """Errors before any explained failure, or long after it, that no signature speaks of."""
+    """Errors before any explained failure, or long after it, that no signature speaks of; where
+    there are none and no cause either, what tells that there was one."""
     failures = [
         match
         for match in matches
-        if match.signature.severity is Severity.ERROR and match.signature.tier < 2
+        if match.signature.severity is Severity.ERROR and match.signature.tier < CONSEQUENCE
     ]
     shapes = {_DIGITS.sub("0", match.line.text) for match in matches}
     found: list[Line] = []
@@ -254,6 +256,9 @@ def _unexplained(seen: Observation, matches: Sequence[Match], explained: set[int
         belongs = any(_belongs(line, match) for match in failures)
         if not is_known and not belongs and line.text.strip():
             found.append(line)
+    if not found and all(match.signature.tier >= CONSEQUENCE for match in matches):
+        # The server ended over something that the log does not show.
+        found += [match.line for match in matches if match.signature.tier == CONSEQUENCE]
     return found
 
 

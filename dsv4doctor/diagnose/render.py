@@ -14,7 +14,7 @@ from dsv4doctor import __version__
 from dsv4doctor.diagnose.evidence import Evidence, evidence
 from dsv4doctor.diagnose.judge import Diagnosis, Match, RankedCause
 from dsv4doctor.diagnose.lines import Line, rank_number
-from dsv4doctor.diagnose.signature import NOTE
+from dsv4doctor.diagnose.signature import CONSEQUENCE, NOTE
 from dsv4doctor.jsonio import dump, to_plain
 from dsv4doctor.models import SglangTree
 
@@ -33,7 +33,7 @@ def outcome(diagnosis: Diagnosis) -> str:
 
 def summary(diagnosis: Diagnosis) -> str:
     """One line for standard error."""
-    found = [match for match in diagnosis.matches if match.signature.tier < 2]
+    found = [match for match in diagnosis.matches if match.signature.tier < CONSEQUENCE]
     if found:
         top = found[0]
         return f"{top.signature.id}: {top.signature.title}, line {top.line.number}"
@@ -83,7 +83,7 @@ def _console_lines(diagnosis: Diagnosis, tree: SglangTree | None) -> Iterator[_R
         yield "bold", 0, f"First sign of trouble: {_at(diagnosis.first)}"
         yield "", 2, _shown(diagnosis.first)
         yield "", 0, ""
-    roots = [match for match in diagnosis.matches if match.signature.tier < 2]
+    roots = [match for match in diagnosis.matches if match.signature.tier < CONSEQUENCE]
     for number, match in enumerate(roots):
         yield from _match_lines(match, tree, is_main=number == 0)
     if not roots and not diagnosis.unexplained:
@@ -91,7 +91,7 @@ def _console_lines(diagnosis: Diagnosis, tree: SglangTree | None) -> Iterator[_R
     if diagnosis.unexplained:
         yield from _unexplained_lines(diagnosis)
     for match in diagnosis.matches:
-        if match.signature.tier == 2:
+        if match.signature.tier == CONSEQUENCE:
             yield "dim", 0, f"line {match.line.number}: {match.message}"
         elif match.signature.tier == NOTE:
             yield from _note_lines(match)
@@ -159,12 +159,8 @@ def _evidence(item: Evidence) -> str:
 
 def _unexplained_lines(diagnosis: Diagnosis) -> Iterator[_Row]:
     count = len(diagnosis.unexplained)
-    kind = (
-        "error line that no signature explains"
-        if count == 1
-        else ("error lines that no signature explains")
-    )
-    yield "bold red", 0, f"{count} {kind}:"
+    lines = "line" if count == 1 else "lines"
+    yield "bold red", 0, f"{count} error {lines} that no signature explains:"
     for line in diagnosis.unexplained[:_SHOWN_ERRORS]:
         yield "", 2, f"{_at(line)}: {_shown(line)}"
     if count > _SHOWN_ERRORS:
@@ -262,7 +258,7 @@ def _match(match: Match, tree: SglangTree | None) -> dict[str, Any]:
         "signature": signature.id,
         "title": signature.title,
         "severity": signature.severity.value,
-        "is_consequence": signature.tier == 2,
+        "is_consequence": signature.tier == CONSEQUENCE,
         "is_note": signature.tier == NOTE,
         "message": match.message,
         "at": _line(match.line),

@@ -21,6 +21,8 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parent.parent / "rules" / "signatures"
+CONSEQUENCE = 2
+"""The tier of what only follows from something else."""
 NOTE = 3
 """The tier of what only slows a server that works."""
 
