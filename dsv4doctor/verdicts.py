@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -67,6 +68,8 @@ class KnownKernel:
     """Where it is; empty: wherever it runs."""
     errors: tuple[ErrorLine, ...] = ()
     """What the log says where it does not exist; the first that holds counts."""
+    stored: tuple[StoredFormat, ...] = ()
+    """The stored formats whose weights it takes; empty: it does not hang on that."""
     tier: int | None = None
     """Its place in the order of `matrix --recommend`, 1 the fastest known; None: not ranked."""
 
@@ -102,14 +105,50 @@ def known_kernels() -> tuple[KnownKernel, ...]:
     return tuple(_row(row) for row in _table()["kernel"])
 
 
-def format_needed(layer: Layer) -> StoredFormat | None:
-    """The stored format that the layer's quant method, or the weights that it built, can use,
-    where that is known and the checkpoint stores another."""
-    for row in _table()["method"]:
-        if fnmatch.fnmatchcase(layer.quant_method or "", row["name"]):
-            needed = StoredFormat(row["stored"])
-            return None if layer.stored_format in (*_NOT_KNOWN, needed) else needed
-    return _format_built(layer)
+def format_needed(layer: Layer) -> str | None:
+    """The stored formats, in words, that the layer's quant method, the weights that it built or
+    its kernel can use, where they are known and the checkpoint stores another."""
+    unmet = _unmet(layer)
+    return None if unmet is None else unmet.formats
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Who takes which stored formats, in words."""
+
+    subject: str
+    formats: str
+    purpose: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.subject} needs {self.formats}{self.purpose}"
+
+
+def _unmet(layer: Layer) -> _Need | None:
+    if layer.stored_format in _NOT_KNOWN:
+        return None
+    for subject, purpose, formats in _needs(layer):
+        if formats and layer.stored_format not in formats:
+            return _Need(subject, " or ".join(stored.value for stored in formats), purpose)
+    return None
+
+
+def _needs(layer: Layer) -> Iterator[tuple[str, str, tuple[StoredFormat, ...]]]:
+    """(who, what for, formats that it takes); no formats: not known."""
+    method = layer.quant_method or ""
+    rows = [row for row in _table()["method"] if fnmatch.fnmatchcase(method, row["name"])]
+    if rows:
+        yield method, "", _stored(rows[0])
+    else:
+        yield method, f" for its {layer.weights} weights", _BUILT.get(layer.weights or "", ())
+    known = known_kernel(layer)
+    if layer.kernel is not None and known is not None:
+        yield layer.kernel.symbol.rpartition(".")[2], "", known.stored
+
+
+def _stored(row: dict[str, Any]) -> tuple[StoredFormat, ...]:
+    return tuple(StoredFormat(name) for name in row.get("stored", ()))
 
 
 _NOT_KNOWN = (None, StoredFormat.MISSING, StoredFormat.OTHER)
@@ -121,13 +160,6 @@ _BUILT = {
     "uint8": _PACKED,
 }
 """By the dtype of a layer's weights as built, the stored formats that go into them."""
-
-
-def _format_built(layer: Layer) -> StoredFormat | None:
-    """A format that the weights as built can take, where they cannot take the one stored."""
-    takes = _BUILT.get(layer.weights or "", ())
-    fits = not takes or layer.stored_format in (*_NOT_KNOWN, *takes)
-    return None if fits else takes[0]
 
 
 def _row(row: dict[str, Any]) -> KnownKernel:
@@ -146,6 +178,7 @@ def _row(row: dict[str, Any]) -> KnownKernel:
         fallback=row.get("fallback"),
         slow_on=tuple(_arch(text) for text in row.get("slow_on", ())),
         errors=tuple(_error(error) for error in row.get("errors", ())),
+        stored=_stored(row),
         tier=row.get("tier"),
     )
 
@@ -228,12 +261,9 @@ def _verdict(
     verdict, reason = _of_kernel(layer.kernel.symbol, layer.quant_method, arch, call_text, grounds)
     if verdict is Verdict.FAILS:
         return verdict, reason
-    needed = format_needed(layer)
-    if needed is not None and layer.stored_format is not None:
-        stored = layer.stored_format.value
-        built = f" for its {layer.weights} weights" if _format_built(layer) is not None else ""
-        said = f"{layer.quant_method} needs {needed.value}{built}, stored is {stored}"
-        return Verdict.FAILS, said
+    unmet = _unmet(layer)
+    if unmet is not None and layer.stored_format is not None:
+        return Verdict.FAILS, f"{unmet.sentence}, stored is {layer.stored_format.value}"
     if layer.stored_format in (None, StoredFormat.MISSING):
         return Verdict.UNKNOWN, "the checkpoint holds no tensors of these experts"
     if layer.stored_format is StoredFormat.OTHER and verdict is not Verdict.UNKNOWN:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Role, Severity, StoredFormat
+from dsv4doctor.models import Facts, Finding, Kernel, Role, Severity, StoredFormat
 from dsv4doctor.rules.common import described, way_out, with_source
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_CUTLASS, MAIN_NVFP4_CUTLASS, facts
@@ -33,7 +33,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             subject=layers.name,
             message=(
                 f"The {layer.role.value} routed experts are stored as {stored} and resolve to "
-                f"{layer.quant_method}, which is made for {needed.value}, decided at "
+                f"{layer.quant_method}, which is made for {needed}, decided at "
                 f"{described(layer.decided_at)}."
             ),
             consequence=(
@@ -74,6 +74,22 @@ EXAMPLES = (
                     DRAFT_TRTLLM,
                     quant_method="ModelOptNvFp4FusedMoEMethod",
                     runner_backend="flashinfer_trtllm_routed",
+                )
+            ],
+        ),
+        expect=("model.decoder.mlp.experts",),
+    ),
+    Example(
+        "MXFP4 experts under a kernel for FP8 weights",
+        facts(
+            "sm_100",
+            [
+                replace(
+                    DRAFT_TRTLLM,
+                    quant_method="Fp8MoEMethod",
+                    runner_backend="flashinfer_trtllm",
+                    weights="int8",
+                    kernel=Kernel("flashinfer.fused_moe.trtllm_fp8_block_scale_moe", None),
                 )
             ],
         ),

@@ -31,11 +31,6 @@ _TRTLLM = "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe"
     ("symbol", "verdicts"),
     [
         (_TRTLLM, [_F, _R, _R, _F, _F]),
-        ("flashinfer.fused_moe.trtllm_fp8_block_scale_moe", [_F, _R, _R, _F, _F]),
-        (
-            "torch.ops.sglang.trtllm_fp8_block_scale_routed_moe_out_wrapper",
-            [_F, _R, _R, _F, _F],
-        ),
         ("torch.ops.sglang.cutlass_fp4_group_mm", [_F, _R, _R, _R, _R]),
         # Only sm_90 has nothing faster for 4-bit weights than 16-bit arithmetic.
         ("jit:moe_wna16_marlin.bf16_t.false.false.moe_wna16_marlin_gemm", [_R, _S, _S, _S, _S]),
@@ -108,6 +103,48 @@ def test_weights_that_the_stored_ones_do_not_go_into_fail(
     for stored in {*StoredFormat} - {StoredFormat.MISSING, StoredFormat.OTHER}:
         judged = judge(replace(layer, stored_format=stored), ARCHS["sm_120"])
         assert judged.verdict is (Verdict.RUNS if stored in runs_with else Verdict.FAILS)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "flashinfer.fused_moe.trtllm_fp8_block_scale_moe",
+        "torch.ops.sglang.trtllm_fp8_block_scale_routed_moe_out_wrapper",
+    ],
+)
+@pytest.mark.parametrize(
+    ("weights", "stored", "verdict"),
+    [
+        ("float8_e4m3fn", StoredFormat.FP8_BLOCK, _R),
+        ("bfloat16", StoredFormat.BF16, _R),  # made FP8 once they are loaded
+        ("int8", StoredFormat.MXFP4, _F),
+        ("int8", StoredFormat.FP8_BLOCK, _F),
+    ],
+)
+def test_an_fp8_kernel_takes_no_packed_fp4(
+    kernel: str, weights: str, stored: StoredFormat, verdict: Verdict
+) -> None:
+    """`--moe-runner-backend flashinfer_trtllm` on MXFP4 experts: FlashInfer refuses them."""
+    layer = replace(
+        _reaching(kernel), quant_method="Fp8MoEMethod", weights=weights, stored_format=stored
+    )
+    assert [judge(layer, arch).verdict for arch in ARCHS.values()] == [_F, verdict, verdict, _F, _F]
+    if stored is StoredFormat.MXFP4:
+        judged = judge(layer, ARCHS["sm_100"])
+        name = kernel.rpartition(".")[2]
+        assert judged.reason == f"{name} needs FP8 block or BF16, stored is MXFP4"
+
+
+@pytest.mark.parametrize("stored", [StoredFormat.FP8_BLOCK, StoredFormat.BF16])
+@pytest.mark.parametrize("packed", [StoredFormat.MXFP4, StoredFormat.NVFP4])
+def test_online_nvfp4_is_made_from_numbers_and_not_from_packed_fp4(
+    stored: StoredFormat, packed: StoredFormat
+) -> None:
+    layer = replace(
+        MAIN_TRTLLM[0], quant_method="ModelOptNvFp4OnlineFusedMoEMethod", weights="uint8"
+    )
+    assert judge(replace(layer, stored_format=stored), ARCHS["sm_100"]).verdict is Verdict.RUNS
+    assert judge(replace(layer, stored_format=packed), ARCHS["sm_100"]).verdict is Verdict.FAILS
 
 
 @pytest.mark.parametrize("stored", [None, StoredFormat.MISSING])
