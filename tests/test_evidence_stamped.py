@@ -25,7 +25,8 @@ from dsv4doctor.models import (
     Stack,
     Verdict,
 )
-from dsv4doctor.rules.samples import DRAFT_CUTLASS
+from dsv4doctor.patching import verifying
+from dsv4doctor.rules.samples import DRAFT_CUTLASS, facts
 from dsv4doctor.verdicts import judge, judge_kernel
 
 NAME = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -80,6 +81,11 @@ def test_a_kernel_with_a_stamp_of_this_machine_runs() -> None:
     assert judged.verdict is Verdict.RUNS
     assert "verified on this machine on 2026-11-29" in judged.reason
     assert judge(ours, ARCHS["sm_120"]).verdict is Verdict.UNKNOWN
+    patched = facts("sm_120", [ours])
+    assert patched.trace is not None
+    verified_trace = replace(patched.trace, layers=(judged,))
+    assert verifying.of_trace(replace(patched, trace=verified_trace)) == []
+    assert verifying.stops_for(verified_trace) == ("moe_mxfp4",)
     other = "triton:dsv4doctor.kernels.indexer_logits._logits_kernel"
     verdict, reason = judge_kernel(other, ARCHS["sm_120"], grounds=grounds)
     assert verdict is Verdict.UNKNOWN

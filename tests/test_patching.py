@@ -31,7 +31,7 @@ from patching_trees import (
 from dsv4doctor.errors import PatchRefusedError, UndeterminedError, UsageError
 from dsv4doctor.fixes import ALL
 from dsv4doctor.fixes.fix import Absent, Fix, Refused
-from dsv4doctor.models import Facts, SglangTree
+from dsv4doctor.models import Facts, Kernel, SglangTree
 from dsv4doctor.patching import pristine, restore, work
 from dsv4doctor.patching.plan import Status
 from dsv4doctor.patching.render import as_diff, as_json, console
@@ -420,8 +420,8 @@ def test_status_says_what_a_server_stops_for(sglang_tree: Tree, tmp_path: Path) 
     # The branch is in the tree, and no launch that was traced comes by it.
     assert restore.status(wanted.store, ALL).notes == ()
     assert FACTS.trace is not None
-    reason = "until `dsv4doctor kernels verify --only moe_mxfp4` was run"
-    first = replace(FACTS.trace.layers[0], reason=reason)
+    symbol = Kernel("triton:dsv4doctor.kernels.grouped_gemm._product_kernel", None)
+    first = replace(FACTS.trace.layers[0], quant_method="Dsv4DoctorMxfp4MoEMethod", kernel=symbol)
     other = replace(FACTS, trace=replace(FACTS.trace, layers=(first,)))
     assert "nothing to do" in work.apply(replace(wanted, before=other, after=other)).said
     (note,) = restore.status(wanted.store, ALL).notes

@@ -15,6 +15,7 @@ from dsv4doctor.models import Facts, Trace
 from dsv4doctor.patching import disk
 from dsv4doctor.patching.plan import Plan
 from dsv4doctor.patching.proof import named
+from dsv4doctor.verdicts import known_kernel
 
 _COMMAND = "kernels verify --only"
 _IN_REASON = re.compile(rf"{_COMMAND} (\w+)")
@@ -60,8 +61,9 @@ def of_tree(root: Path, fixes: Sequence[Fix], stops_for: Sequence[str] | None = 
 
 
 def stops_for(trace: Trace) -> tuple[str, ...]:
-    """Our kernels that the launch's routed experts go to."""
-    return tuple(sorted(_experts(trace)))
+    """Our kernels that the launch's routed experts go to, verified here or not: a stamp may age."""
+    kernels = (known_kernel(layer) for layer in trace.layers)
+    return tuple(sorted({one.operation for one in kernels if one and one.operation}))
 
 
 def left_open(planned: Plan, facts: Facts) -> list[str]:
@@ -71,7 +73,7 @@ def left_open(planned: Plan, facts: Facts) -> list[str]:
 
 
 def _experts(trace: Trace | None) -> dict[str, list[str]]:
-    """Operation -> the layers whose kernel it is."""
+    """Operation -> the layers whose kernel it is, where it was not verified on this machine."""
     wanted: dict[str, list[str]] = {}
     for layer in trace.layers if trace else ():
         for name in _IN_REASON.findall(layer.reason):
