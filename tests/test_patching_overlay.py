@@ -235,12 +235,29 @@ def test_an_overlay_made_on_another_machine(folder: Path, root: Path, tmp_path: 
         (("no-such-command",), "no-such-command: cannot be started"),
         ((sys.executable, "-I", "-m", "sglang.launch_server"), "-I ignores PYTHONPATH"),
         ((sys.executable, "-u", "-E", "-c", ""), "-E ignores PYTHONPATH"),
+        ((sys.executable, "-uBI", "-c", ""), "-uBI ignores PYTHONPATH"),
+        ((sys.executable, "-W", "ignore", "-S", "-c", ""), "-S ignores PYTHONPATH"),
+        ((sys.executable, "-Xdev", "-sE", "-c", ""), "-sE ignores PYTHONPATH"),
     ],
 )
 def test_what_cannot_be_run(refused: Refused, command: tuple[str, ...], said: str) -> None:
     code, line = refused(*command)
     assert code == 2
     assert said in line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sudo", "-E", "python", "-m", "sglang.launch_server"),
+        ("bash", "-E", "serve.sh"),
+        ("python3", "-WIgnore", "-m", "sglang.launch_server", "-E"),
+        ("python3", "-c", "import sys", "-I"),
+        ("python3", "serve.py", "-S"),
+    ],
+)
+def test_other_programs_options_are_not_pythons(command: tuple[str, ...]) -> None:
+    overlay.refuse_blind(command)
 
 
 def test_a_script_whose_python_does_not_look(refused: Refused, tmp_path: Path) -> None:

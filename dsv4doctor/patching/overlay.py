@@ -29,7 +29,9 @@ _MAX_BYTES = 16 << 20
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 # What patched code imports of us, and what that imports; pure Python, for any interpreter.
 _LENT = ("dsv4doctor", "platformdirs", "pynvml")
-_BLIND = ("-E", "-I", "-S", "-IS", "-ES", "-Es", "-sE", "-Is", "-sI")
+_BLINDING, _WITH_VALUE, _LAST = "EIS", "WX", "cm"
+"""Python's options of one letter: those without which there is no overlay, those that take a value,
+and those behind which everything is the program's."""
 
 
 @dataclass(frozen=True)
@@ -207,15 +209,33 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_blind(command: Sequence[str]) -> None:
-    """UsageError for a Python that is told not to look at PYTHONPATH."""
-    for word in (*_interpreter_options(command[0]), *command[1:]):
-        if not word.startswith("-") or word in ("-m", "-c"):
-            return
-        if word in _BLIND:
+    """UsageError for a Python that is told to ignore PYTHONPATH, or to start without `site`."""
+    own = command[1:] if "python" in os.path.basename(command[0]) else ()
+    for words in (_interpreter_options(command[0]), own):
+        word = _blinding(words)
+        if word is not None:
             raise UsageError(
                 f"{command[0]} {word} ignores PYTHONPATH, and with it the overlay",
                 f"leave {word} out, or start it as python -m ...",
             )
+
+
+def _blinding(words: Sequence[str]) -> str | None:
+    """The first of Python's options in `words` with which it does not find an overlay."""
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-") or word.startswith("--"):
+            return None
+        for letter in word[1:]:
+            if letter in _BLINDING:
+                return word
+            if letter in _LAST:
+                return None
+            if letter in _WITH_VALUE:
+                if word.endswith(letter):
+                    next(left, None)
+                break
+    return None
 
 
 def _interpreter_options(program: str) -> list[str]:
