@@ -165,6 +165,9 @@ class _Reader:
         def text(key: str, allowed: tuple[str, ...] | None = None) -> str | None:
             return self._text(table, key, where, allowed)
 
+        if table.get("launch") and table.get("flags"):
+            hint = "leave one of the two out: a script has its own flags"
+            self._wrong(_key(where, "launch"), "given together with flags", hint)
         model, launch, sglang = text("model"), None, text("sglang")
         if not isinstance(table.get("launch"), list):
             launch = text("launch")

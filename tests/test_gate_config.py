@@ -116,6 +116,11 @@ _MISTAKES = {
     "fail_on": ('fail_on = "info"', "fail_on: should be one of error, warning, never"),
     "env": ("env = { A = 1 }", "env.A: should be a variable with a string"),
     "flags": ("flags = [1]", "flags: should be a list of strings"),
+    "both": ('launch = "x.sh"\nflags = ["--tp", "4"]', "launch: given together with flags"),
+    "both in a target": (
+        '[[target]]\nname = "x"\nlaunch = ["x.sh"]\nflags = ["--tp", "4"]',
+        "target 1: launch: given together with flags",
+    ),
     "no script": ("launch = []", "launch: is an empty list"),
     "table": ('target = "x"', "target: should be a list of tables"),
     "two launches": (

@@ -1,5 +1,6 @@
 """The trace cache: the same is read back, anything changed is traced again."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from tracing import BOTH_TRITON, EAGLE, changed_tree, request
 
 from dsv4doctor.models import Arch, SglangTree
-from dsv4doctor.trace import cache
+from dsv4doctor.trace import cache, session
 from dsv4doctor.trace.session import trace_launch
 
 pytestmark = pytest.mark.wheels
@@ -101,3 +102,88 @@ def test_a_changed_header_misses(tree: SglangTree, model: Path) -> None:
         file.seek(8)
         file.write(header.replace(b'"F32"', b'"I32"', 1))
     assert cache.key(request(tree, model)) != before
+
+
+def _keys_of_a_changed_draft(draft: Path, flags: list[str], hub: Path) -> tuple[object, object]:
+    variables = {"HF_HUB_CACHE": str(hub)}
+    before = cache.named_files(flags, variables)
+    config = draft / "config.json"
+    config.write_text(config.read_text() + " ")
+    return before, cache.named_files(flags, variables)
+
+
+@pytest.mark.parametrize(
+    ("folder", "line"),
+    [
+        ("a draft", "speculative-draft-model-path: {}"),
+        ("a draft", "speculative-draft-model-path:   '{}'   # the draft"),
+        ("a draft", '{{"speculative-draft-model-path": "{}"}}'),
+        ("a draft", "speculative-draft-model-path:\n  '{}'"),
+        ("draft", "speculative-draft-model-path: {} # the draft"),
+        ("draft", "{{speculative-draft-model-path: {}, tp: 4}}"),
+        ("draft", "speculative-draft-model-path: &draft {}"),
+        ("draft", "speculative-draft-model-path: >-\n  {}"),
+    ],
+)
+def test_a_draft_that_only_a_config_file_names(tmp_path: Path, folder: str, line: str) -> None:
+    draft, config = tmp_path / folder, tmp_path / "serve.yaml"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    config.write_text("tp: 4\n" + line.format(draft) + "\nport: 30000\n")
+    before, after = _keys_of_a_changed_draft(draft, ["--config", str(config)], tmp_path)
+    assert before != after
+
+
+@pytest.mark.parametrize("how", ["a flag", "a flag with =", "a config file"])
+def test_a_draft_of_the_hub_cache(tmp_path: Path, how: str) -> None:
+    draft = tmp_path / "models--org--draft" / "snapshots" / "abc"
+    draft.mkdir(parents=True)
+    (draft / "config.json").write_text("{}")
+    (draft.parent.parent / "refs").mkdir()
+    (draft.parent.parent / "refs" / "main").write_text("abc")
+    config = tmp_path / "serve.yaml"
+    config.write_text("speculative-draft-model-path: org/draft\n")
+    flags = {
+        "a flag": ["--speculative-draft-model-path", "org/draft"],
+        "a flag with =": ["--speculative-draft-model-path=org/draft"],
+        "a config file": ["--config", str(config)],
+    }[how]
+    before, after = _keys_of_a_changed_draft(draft, flags, tmp_path)
+    assert before != after
+    (draft.parent.parent / "refs" / "main").write_text("abd")
+    assert cache.named_files(flags, {"HF_HUB_CACHE": str(tmp_path)}) != after
+
+
+def test_a_draft_folder_with_a_pipe_in_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "other.json")
+    os.mkfifo(tmp_path / "a.safetensors")
+    assert list(cache.named_files([str(tmp_path)], {})) == [str(tmp_path)]
+
+
+def test_the_config_file_is_in_the_key(tree: SglangTree, model: Path, tmp_path: Path) -> None:
+    draft, config = tmp_path / "draft", tmp_path / "serve.yaml"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    config.write_text(f"speculative-draft-model-path: {draft}\n")
+    asked = request(tree, model, ("--config", str(config)))
+    before = cache.key(asked)
+    (draft / "config.json").write_text("{ }")
+    assert cache.key(asked) != before
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"HOME": "/h"}, "/h/.cache/huggingface/hub"),
+        ({"HOME": "/h", "HF_HOME": "~/hf"}, "/h/hf/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({"HF_HUB_CACHE": "/y", "HF_HOME": "/hf"}, "/y"),
+    ],
+)
+def test_the_trace_looks_into_the_users_own_hub_cache(
+    tree: SglangTree, model: Path, variables: dict[str, str], folder: str
+) -> None:
+    """The worker's own HOME is a scratch folder."""
+    asked = replace(request(tree, model), environment=variables)
+    assert session._environment(asked, "/scratch")["HF_HUB_CACHE"] == folder

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.hub import hub_cache
 from dsv4doctor.facts.tree import requirements
 from dsv4doctor.models import SglangTree, Trace
 from dsv4doctor.wheels import default_cache
@@ -45,7 +48,7 @@ def key(request: TraceRequest) -> str:
         "checkpoint": request.checkpoint.content_key,
         "model_path": str(request.model_path),
         "flags": list(request.launch.flags),
-        "named_files": named_files(request.launch.flags),
+        "named_files": named_files(request.launch.flags, request.all_variables()),
         "source": request.launch.source,
         "environment": request.variables(),
         "arch": request.arch.name,
@@ -150,32 +153,67 @@ def _states(
             yield relative, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
 
 
-def named_files(flags: Sequence[str]) -> dict[str, str]:
-    """Content of what flags point at: --config files, chat templates, a draft's own folder."""
-    contents = {}
-    for flag in flags:
-        path = Path(flag.partition("=")[2] if flag.startswith("--") else flag)
+def named_files(flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Content of what flags, and SGLang's --config files, point at: files, chat templates, a
+    draft's own folder or what the Hugging Face cache has of it."""
+    hub, contents = hub_cache(environment), {}
+    for word in _words(flags):
+        path = Path(word)
+        repository = hub / f"models--{word.replace('/', '--')}"
         try:
             if path.is_file():
-                contents[flag] = hashlib.sha256(path.read_bytes()).hexdigest()
+                contents[word] = _digest(path)
             elif (path / "config.json").is_file():
-                contents[flag] = _model_hash(path)
+                contents[word] = _model_hash(path)
+            elif _MODEL_ID.fullmatch(word) and repository.is_dir():
+                snapshots = sorted((repository / "snapshots").iterdir())
+                main = _digest(repository / "refs" / "main")
+                contents[word] = main + "".join(map(_model_hash, snapshots))
         except (OSError, ValueError):
             continue
     return contents
+
+
+_MODEL_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_CONFIG_BYTES = 1 << 20
+_QUOTED = re.compile(r"""'([^'\n]*)'|"([^"\n]*)\"""")
+_VALUE = re.compile(r"(?:^\s*-|:)\s+(\S.*?)\s*(?:\s#.*)?$", re.MULTILINE)
+_WORD = re.compile(r"[^\s,\[\]{}'\"]+")
+
+
+def _words(flags: Sequence[str]) -> list[str]:
+    """The flags' values, and whatever can be one in a --config file."""
+    words = [flag.partition("=")[2] if flag.startswith("--") else flag for flag in flags]
+    for before, named in itertools.pairwise(flags):
+        if before == "--config":
+            with contextlib.suppress(OSError, ValueError), open(named, "rb") as file:
+                text = file.read(_CONFIG_BYTES).decode("utf-8", "replace")
+                quoted = (one or other for one, other in _QUOTED.findall(text))
+                words += [*quoted, *_VALUE.findall(text), *_WORD.findall(text)]
+    return list(dict.fromkeys(word for word in words if word))
 
 
 def _model_hash(folder: Path) -> str:
     """sha256 over a model folder's JSON files and shard headers."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
+        if not path.is_file():
+            continue
         if path.suffix == ".json":
-            digest.update(path.name.encode() + path.read_bytes())
+            digest.update(path.name.encode() + _digest(path).encode())
         elif path.suffix == ".safetensors":
             with path.open("rb") as file:
                 start = file.read(8)
                 digest.update(path.name.encode() + start)
                 digest.update(file.read(min(int.from_bytes(start, "little"), 100 << 20)))
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsv4doctor.errors import DoctorError, UndeterminedError, UsageError
+from dsv4doctor.facts.hub import hub_cache
 from dsv4doctor.flags import advice, options_of
 from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Trace
 from dsv4doctor.trace import cache
@@ -49,7 +50,6 @@ _RELEVANT = (
     "HUGGINGFACE_",
     "TRANSFORMERS_",
 )
-_HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,16 @@ class TraceRequest:
 
     def variables(self) -> dict[str, str]:
         """The variables that SGLang will see, the launch's own last."""
-        base = os.environ if self.environment is None else self.environment
         return {
             name: value
-            for name, value in {**base, **self.launch.environment}.items()
+            for name, value in self.all_variables().items()
             if name.startswith(_RELEVANT) and name not in _ONLY_FOR_KERNELS
         }
+
+    def all_variables(self) -> dict[str, str]:
+        """The same with the machine's other ones."""
+        base = os.environ if self.environment is None else self.environment
+        return {**base, **self.launch.environment}
 
     def arguments(self) -> list[str]:
         return ["--model-path", str(self.model_path), *self.launch.flags]
@@ -378,9 +382,8 @@ def _environment(request: TraceRequest, scratch: str) -> dict[str, str]:
         if name in os.environ:
             clean[name] = os.environ[name]
     clean.update(request.variables())
-    if not any(name in clean for name in _HUB_FOLDERS):
-        clean["HF_HUB_CACHE"] = str(Path.home() / ".cache" / "huggingface" / "hub")
     clean.update(
+        HF_HUB_CACHE=str(hub_cache(request.all_variables())),  # HOME is another there
         CUDA_VISIBLE_DEVICES="",
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
