@@ -293,7 +293,7 @@ def test_a_real_trace_of_the_profiler(tmp_path: Path, capsys: pytest.CaptureFixt
         (b"", "empty"),
         (b"hello", "not a torch-profiler trace"),
         (document([cpu_event("aten::mm", 0, 5)]).encode(), "no GPU events"),
-        (b"\x1f\x8b\x08\x00", "empty"),
+        (b"\x1f\x8b\x08\x00", "cut off or damaged"),
     ],
 )
 def test_no_profile(
@@ -320,3 +320,34 @@ def test_events_without_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str
     bad = '{"ph": "X", "cat": "kernel", "name": "x", "pid": 0, "tid": 7, "ts": "soon", "dur": 1}'
     profile = _json([write(tmp_path / "a.json", [bad, *_decode(300, 100)])], capsys)["profile"]
     assert profile["notes"] == ["1 GPU events without a time were left out"]
+
+
+@pytest.mark.parametrize("dur", ["-5", "NaN", "1e999", "null"])
+def test_a_length_that_is_none(
+    tmp_path: Path, dur: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = f'{{"ph": "X", "cat": "kernel", "name": "x", "pid": 0, "ts": 1, "dur": {dur}}}'
+    profile = _json([write(tmp_path / "a.json", [bad, *_decode(300, 100)])], capsys)["profile"]
+    assert profile["notes"] == ["1 GPU events without a time were left out"]
+
+
+@pytest.mark.parametrize("device", ['"²"', '"' + "9" * 5000 + '"', "[1]"])
+def test_a_device_that_is_no_number(
+    tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = kernel("fused_moe_kernel", 100, 5).replace('"device": 0', f'"device": {device}')
+    path = write(tmp_path / "a.json", [odd, *_decode(300, 100)])
+    assert run(["profile", path, "--fail-on", "never"]) == 0
+    assert "internal" not in capsys.readouterr().err
+
+
+def test_kernels_of_no_length_against_a_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write(tmp_path / "a.json", [kernel("fused_moe_kernel", 100, 0)] * 2)
+    report = tmp_path / "report.json"
+    symbol = "flashinfer.fused_moe.trtllm_fp4_block_scale_moe"
+    layers = [{"kernel": {"symbol": symbol}}]
+    report.write_text(json.dumps({"schema": "dsv4doctor-report/1", "layers": layers}))
+    assert run(["profile", trace, "--expect", str(report), "--fail-on", "never"]) == 0
+    assert "PRF103" in capsys.readouterr().out

@@ -130,7 +130,48 @@ def test_a_packed_file_that_is_cut_off(tmp_path: Path) -> None:
     names, notes = _read(path)
     assert 0 < len(names) < 3000
     assert names == [f"kernel_{number}" for number in range(len(names))]
-    assert notes[0] == "the .gz file is cut off: what is there is counted"
+    assert notes == [
+        "the .gz file is cut off: what is there is counted",
+        "the file ends in the middle of its events: it is not complete",
+    ]
+
+
+@pytest.mark.parametrize("behind", [b"not gzip", b"\x1f\x8b\x08"])
+def test_what_stands_before_the_damage_is_counted(tmp_path: Path, behind: bytes) -> None:
+    """Small files too, which are read at once."""
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(document(_EVENTS).encode()) + behind)
+    names, (note,) = _read(path)
+    assert names == _FOUND
+    assert "what" in note
+
+
+def test_a_member_further_in_makes_no_gpu_event(tmp_path: Path) -> None:
+    inner = event("cpu_op", "x", 0, 7, 0, 5, '"cat": "kernel"').replace(
+        '    "cat": "cpu_op",\n', ""
+    )
+    twice = _EVENTS[2].replace('"cat": "kernel"', '"cat": "kernel", "cat": 5')
+    path = tmp_path / "a.json"
+    path.write_text(document([inner, twice, *_EVENTS]))
+    assert _read(path) == (_FOUND, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rank", "names"),
+    [
+        ('"rank": 3', '"rank": ' + "9" * 5000, None, {0: "NVIDIA H200"}),
+        ('"id": 0', '"id": 1e999', 3, {}),
+        ('"id": 0', '"id": "²"', 3, {}),
+    ],
+)
+def test_odd_numbers_in_the_head(
+    tmp_path: Path, old: str, new: str, rank: int | None, names: dict[int, str]
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(document(_EVENTS, rank=3).replace(old, new))
+    trace = TraceFile(str(path))
+    assert len(list(trace.events())) == 3
+    assert (trace.rank, trace.gpu_names) == (rank, names)
 
 
 def test_what_is_wrong_elsewhere_does_no_harm(tmp_path: Path) -> None:
@@ -158,8 +199,9 @@ def test_a_broken_gpu_event_is_left_out_and_counted(tmp_path: Path) -> None:
         (b"[1, 2, 3]", "not a torch-profiler trace"),
         (b"[]", "not a torch-profiler trace"),
         (gzip.compress(b"plain text", mtime=0), "not a torch-profiler trace"),
-        (b"\x1f\x8bnot gzip at all", "empty"),
-        (b"\x1f\x8b", "empty"),
+        (b"\x1f\x8bnot gzip at all", "damaged before its first event"),
+        (b"\x1f\x8b", "cut off or damaged before"),
+        (gzip.compress(document(_EVENTS).encode())[:30], "cut off or damaged before"),
     ],
 )
 def test_no_trace(tmp_path: Path, content: bytes, said: str) -> None:

@@ -21,6 +21,7 @@ _RANK_IN_NAME = re.compile(r"(?:^|[-_.])((?:TP|DP|PP|EP)-\d+(?:-(?:TP|DP|PP|EP)-
 _FILES = (".json", ".json.gz")
 _PLACE = {name: place for place, name in enumerate(CATEGORIES)}
 _LATEST = 1 << 62
+_NUMBER = re.compile("[0-9]{1,9}")
 _HINT = "profile with the GPU's activities: SGLang's /start_profile records them by default"
 
 
@@ -95,7 +96,7 @@ def _gpus_of(trace: TraceFile, several: bool) -> tuple[list[Gpu], list[str]]:
 def _times(event: dict[str, Any]) -> tuple[int, int]:
     """Start and end in ns."""
     start = round(float(event["ts"]) * 1000)
-    end = start + max(0, round(float(event.get("dur", 0)) * 1000))
+    end = start + round(float(event.get("dur", 0)) * 1000)
     if not -_LATEST < start <= end < _LATEST:
         raise ValueError
     return start, end
@@ -115,11 +116,11 @@ def _name(key: tuple[str, str], rank: str, several: bool) -> str:
 
 
 def _sortable(key: tuple[str, str]) -> tuple[str, int, str]:
-    return key[0], int(key[1]) if key[1].isdigit() else -1, key[1]
+    return key[0], int(key[1]) if _NUMBER.fullmatch(key[1]) else -1, key[1]
 
 
 def _model(trace: TraceFile, device: str) -> str | None:
-    return trace.gpu_names.get(int(device)) if device.isdigit() else None
+    return trace.gpu_names.get(int(device)) if _NUMBER.fullmatch(device) else None
 
 
 class _Device:

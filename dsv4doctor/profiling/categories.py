@@ -32,7 +32,11 @@ UNKNOWN = Row("", "unknown", re.compile(""), ())
 
 def category_of(name: str) -> Row:
     """The row that puts the kernel `name` where it belongs, or UNKNOWN."""
+    name = name[:_LONGEST_NAME]
     return next((row for row in rows() if row.pattern.search(name)), UNKNOWN)
+
+
+_LONGEST_NAME = 1 << 14  # no kernel's: each pattern goes through all of it
 
 
 @functools.cache

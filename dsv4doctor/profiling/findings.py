@@ -207,7 +207,7 @@ def expectation_note(profile: Profile, expected: Expected) -> str | None:
 
 
 def _largest(profile: Profile, kernels: Sequence[Kernel]) -> tuple[str, ...]:
-    busy = busy_ns(profile)
+    busy = busy_ns(profile) or 1  # kernels of no length
     return tuple(
         f"{one.total_ns / 1e6:.3f} ms ({one.total_ns / busy:.1%}), {one.count} times, "
         f"{one.rule}: {short(one.name, 160)}"

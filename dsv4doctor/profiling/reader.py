@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import json
 import os
 import re
 import stat
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 from dsv4doctor.errors import UsageError
 
@@ -33,6 +34,10 @@ Progress = Callable[[int, "int | None"], None]
 """Told the bytes read and, where known, the bytes of the file."""
 
 # Each begins with plain text, which is what makes the search fast.
+_CATEGORIES = (
+    *("kernel", "Kernel", "gpu_memcpy", "gpu_memset", "memcpy", "Memcpy", "memset", "Memset"),
+    *("gpu_user_annotation", "gpu_user_Annotation"),
+)
 _GPU = re.compile(
     r'"cat"\s*:\s*"(?:[Kk]ernel|gpu_memcpy|gpu_memset|[Mm]emcpy|[Mm]emset|gpu_user_[aA]nnotation)"'
 )
@@ -69,6 +74,7 @@ class TraceFile:
         self._progress = progress
         self._broken = 0
         self._last_failed = False
+        self._cut_off = False
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Every GPU event (kernel, copy, fill, annotation) as the profiler wrote it."""
@@ -105,7 +111,8 @@ class TraceFile:
             if event is not None:
                 done = end
                 self._last_failed = False
-                yield event
+                if event.get("cat") in _CATEGORIES:  # not just a member further in
+                    yield event
             elif not last and len(window) - inside < MAX_EVENT:
                 return max(done, end)  # it goes on in the next block
             else:
@@ -131,7 +138,7 @@ class TraceFile:
         return None
 
     def _read_facts(self, head: str) -> None:
-        rank = re.search(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)', head)
+        rank = re.search(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*([0-9]{1,9})\b', head)
         if rank:
             self.rank = int(rank.group(1))
         devices = re.search(r'"deviceProperties"\s*:\s*(?=\[)', head)
@@ -140,7 +147,7 @@ class TraceFile:
         try:
             listed, _ = _scan(head, devices.end())
             self.gpu_names = {int(one["id"]): str(one["name"]) for one in listed}
-        except (*_NO_JSON, KeyError, TypeError):
+        except (*_NO_JSON, KeyError, TypeError, OverflowError):
             self.gpu_names = {}
 
     def _check_end(self, window: str) -> None:
@@ -160,6 +167,10 @@ class TraceFile:
             self._broken -= self._last_failed
 
     def _no_trace(self, window: str) -> UsageError:
+        if self.notes:
+            return UsageError(
+                f"{self.path}: a .gz file that is cut off or damaged before its first event", _HINT
+            )
         if not window.strip():
             return UsageError(f"{self.path}: empty", _HINT)
         return UsageError(f"{self.path}: not a torch-profiler trace (no traceEvents)", _HINT)
@@ -172,25 +183,28 @@ class TraceFile:
         with raw:
             magic = raw.read(2)
             raw.seek(0)
-            stream: BinaryIO | gzip.GzipFile = raw
+            stream: io.BufferedReader | gzip.GzipFile = raw
             if magic == b"\x1f\x8b":
                 stream = gzip.GzipFile(fileobj=raw)
-            while block := self._block(stream):
+            while not self._cut_off and (block := self._block(stream)):
                 self.bytes_read += len(block)
                 if self._progress is not None:
                     self._progress(raw.tell(), size)
                 yield decode(block)
 
-    def _block(self, stream: BinaryIO | gzip.GzipFile) -> bytes:
+    def _block(self, stream: io.BufferedReader | gzip.GzipFile) -> bytes:
         parts: list[bytes] = []
         wanted = BLOCK
         try:
-            while wanted and (part := stream.read(min(wanted, 1 << 18))):
+            # read1: what comes before an error is given first.
+            while wanted and (part := stream.read1(min(wanted, 1 << 18))):
                 parts.append(part)
                 wanted -= len(part)
         except EOFError:
+            self._cut_off = True
             self.notes.append("the .gz file is cut off: what is there is counted")
         except (zlib.error, gzip.BadGzipFile):
+            self._cut_off = True
             self.notes.append("the .gz file is damaged: what comes before the damage is counted")
         except OSError as error:
             raise UsageError(f"{self.path}: cannot be read ({error.strerror})", _HINT) from error
@@ -200,7 +214,7 @@ class TraceFile:
 _HINT = "give a .trace.json or .trace.json.gz that the torch profiler wrote"
 
 
-def _opened(path: str) -> tuple[BinaryIO, int]:
+def _opened(path: str) -> tuple[io.BufferedReader, int]:
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
