@@ -26,6 +26,7 @@ from dsv4doctor.models import (
     Trace,
     Verdict,
 )
+from dsv4doctor.path_alternatives import path_candidates, path_outcome
 from dsv4doctor.rules import RULES
 from dsv4doctor.rules.rule import FACTS, NotChecked, Rule
 from dsv4doctor.target import Target
@@ -50,7 +51,7 @@ class Settings:
     """Try other flags when the launch does not run."""
     modules: tuple[str, ...] = ()
     """Modules of SGLang that have to import."""
-    with_paths: bool = False
+    with_paths: bool = True
     """Trace the hot paths beside the routed experts too."""
     paths: tuple[str, ...] = ()
     """Only these, by the start of their name; "moe" is the routed experts.  Empty: all."""
@@ -62,20 +63,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     Raises UsageError when SGLang rejects a flag, UndeterminedError when the trace cannot finish.
     """
     started = time.monotonic()
-    request = TraceRequest(
-        tree=target.tree,
-        interpreter=target.interpreter,
-        arch=target.arch,
-        checkpoint=target.checkpoint,
-        model_path=target.model_path,
-        launch=target.launch,
-        with_path=settings.with_path,
-        with_paths=settings.with_paths,
-        environment=target.environment,
-        gpu=target.gpu,
-        gpu_count=target.gpu_count,
-        modules=settings.modules,
-    )
+    request = request_of(target, settings)
     trace = trace_launch(
         request, use_cache=settings.use_cache, timeout=settings.timeout, progress=progress
     )
@@ -100,6 +88,9 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     if settings.alternatives and _needs_another(trace):
         tried = _alternatives(request, facts, stand_on, settings, progress)
         facts = replace(facts, alternatives=tried)
+    if settings.alternatives and trace.failing_paths:
+        tried = _path_alternatives(request, facts, stand_on, settings, progress)
+        facts = replace(facts, path_alternatives=tried)
     results = run_rules(RULES, facts)
     ended = time.monotonic()
     timings = {
@@ -111,6 +102,24 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     }
     rounded = {name: round(seconds, 3) for name, seconds in timings.items()}
     return Report(__version__, facts, results, rounded)
+
+
+def request_of(target: Target, settings: Settings) -> TraceRequest:
+    """What `audit` traces for `target`."""
+    return TraceRequest(
+        tree=target.tree,
+        interpreter=target.interpreter,
+        arch=target.arch,
+        checkpoint=target.checkpoint,
+        model_path=target.model_path,
+        launch=target.launch,
+        with_path=settings.with_path,
+        with_paths=settings.with_paths,
+        environment=target.environment,
+        gpu=target.gpu,
+        gpu_count=target.gpu_count,
+        modules=settings.modules,
+    )
 
 
 def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = None) -> Trace:
@@ -199,9 +208,9 @@ def _alternatives(
         return ()
     if progress is not None:
         progress("tracing what else could run")
+    plain = replace(request, with_path=False, with_paths=False)
     requests = [
-        replace(request, launch=replace(request.launch, flags=option.flags), with_path=False)
-        for option in options
+        replace(plain, launch=replace(request.launch, flags=option.flags)) for option in options
     ]
     results = trace_launches(requests, use_cache=settings.use_cache, timeout=settings.timeout)
     return tuple(
@@ -225,6 +234,33 @@ def _alternative(
     if found.problem is not None:
         return found
     return replace(found, problem=_left(replace(facts, trace=trace, call_texts=texts), found))
+
+
+def _path_alternatives(
+    request: TraceRequest,
+    facts: Facts,
+    stand_on: Grounds,
+    settings: Settings,
+    progress: Progress | None,
+) -> tuple[Alternative, ...]:
+    """Tried one after the other, up to the first that helps: each is an import of its own."""
+    trace, launch = facts.trace, request.launch
+    assert trace is not None
+    defaults = facts.features.environment_defaults if facts.features else {}
+    tried: list[Alternative] = []
+    for option in path_candidates(trace, launch.flags, request.variables(), defaults):
+        if progress is not None:
+            progress(f"tracing with {option.change}")
+        environment = {**launch.environment, **option.environment}
+        changed = replace(launch, flags=option.flags, environment=environment)
+        asked = replace(request, launch=changed, with_path=False)
+        [result] = trace_launches([asked], use_cache=settings.use_cache, timeout=settings.timeout)
+        if not isinstance(result, DoctorError):
+            result = judged(_of_roles(result, settings.roles), {}, stand_on)
+        tried.append(path_outcome(option, result, trace.failing_paths))
+        if tried[-1].problem is None:
+            break
+    return tuple(tried)
 
 
 def _left(facts: Facts, option: Alternative) -> str | None:
@@ -268,10 +304,11 @@ def _skip(rule: Rule, reason: str, required: bool = True) -> RuleResult:
     return RuleResult(rule.id, rule.title, Outcome.SKIP, reason=reason, required=required)
 
 
-def undetermined(report: Report, strict: bool) -> str | None:
+def undetermined(report: Report, strict: bool, strict_paths: bool = False) -> str | None:
     """Why the answer is not complete, or None.
 
-    With `strict` a rule that was skipped and a layer whose kernel is not known count too.
+    With `strict` a rule that was skipped and a layer whose kernel is not known count too, and
+    with `strict_paths` any hot path of which that is not known.
     """
     trace = report.facts.trace
     for result in report.results:
@@ -284,7 +321,7 @@ def undetermined(report: Report, strict: bool) -> str | None:
     if trace.unresolved:
         return f"the trace stopped short ({trace.unresolved[0]})"
     unknown = (text for layer in trace.layers if (text := _unknown(layer, strict)))
-    return next(unknown, _unknown_path(trace) if strict else None)
+    return next(unknown, _unknown_path(trace) if strict and strict_paths else None)
 
 
 def _unknown_path(trace: Trace) -> str | None:
@@ -298,9 +335,11 @@ def _unknown(layer: Layer, strict: bool) -> str | None:
     return f"{layer.name}: {layer.reason}"
 
 
-def exit_code(report: Report, fail_on: Severity | None, strict: bool) -> int:
+def exit_code(
+    report: Report, fail_on: Severity | None, strict: bool, strict_paths: bool = False
+) -> int:
     """0, 1 (findings at or above `fail_on`) or 3 (not determined); the same for every format."""
-    if undetermined(report, strict) is not None:
+    if undetermined(report, strict, strict_paths) is not None:
         return 3
     if fail_on is None:
         return 0

@@ -123,6 +123,7 @@ def _asked(target: TargetConfig, said: Mapping[str, Any], config: Config) -> Ask
         target=target.name,
         fail_on=None if fail_on == "never" else Severity(fail_on),
         strict=strict,
+        strict_paths=said.get("strict_paths", False),
         suppressions=config.suppressions,
     )
     return Asked(options, policy)

@@ -44,7 +44,7 @@ from dsv4doctor.terminal import (
     wants_color,
     width,
 )
-from dsv4doctor.trace_cli import failing_paths, trace_command
+from dsv4doctor.trace_cli import trace_command
 
 if TYPE_CHECKING:
     from dsv4doctor.models import Report, Run
@@ -191,9 +191,9 @@ def report_launch(
     options: dict[str, Any],
     name: str,
     roles: tuple[str, ...],
-    paths: tuple[str, ...] | None = None,
+    paths: tuple[str, ...] = (),
 ) -> None:
-    """Trace, judge and report as the command `name`; `paths`: the hot paths too (empty: all)."""
+    """Trace, judge and report as the command `name`; `paths`: only these hot paths (empty: all)."""
     ctx.obj.update(debug=options["debug"], format=options["format"], output=options["output"])
     from datetime import date
 
@@ -204,7 +204,7 @@ def report_launch(
     check_writable(options["output"])
     files = checking.parse_reports(options.get("reports", ()), FORMATS)
     update = options.get("update_baseline", False)
-    said = _said(ctx, options)
+    said = {**_said(ctx, options), "strict_paths": name == "trace"}
     planned = checking.plan(said, options["targets"], checking.read_config(options["config"]))
     checking.check_outputs(planned, options["output"], files, update)
     checking.check_baseline(planned, update)
@@ -214,8 +214,8 @@ def report_launch(
         use_cache=not options["no_cache"],
         timeout=options["timeout"],
         alternatives=name == "check",
-        with_paths=paths is not None,
-        paths=paths or (),
+        with_paths=name != "trace-moe",
+        paths=paths,
     )
     outcomes = checking.examine(planned, settings, files, _complain)
     run, baseline = checking.judge(planned, outcomes, update, date.today())
@@ -226,7 +226,7 @@ def report_launch(
         say(f"dsv4doctor: {planned.baseline} written")
     for report in run.reports:
         say(_summary(report, name, several=len(run.outcomes) > 1))
-    ctx.exit(gate.worst(run) or failing_paths(run))
+    ctx.exit(gate.worst(run))
 
 
 def _said(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dsv4doctor.models import (
     Failure,
     Finding,
     Gate,
+    HotPath,
     Layer,
     Outcome,
     Report,
@@ -59,6 +60,8 @@ class Policy:
     target: str | None = None
     fail_on: Severity | None = Severity.ERROR
     strict: bool = False
+    strict_paths: bool = False
+    """`strict` is about the other hot paths too, as of `trace`."""
     suppressions: tuple[Suppression, ...] = ()
     baseline: Baseline | None = None
 
@@ -87,8 +90,8 @@ def decide(report: Report, policy: Policy, today: date) -> Report:
         fail_on=policy.fail_on,
         accepted=tuple(accepted),
         notes=tuple(notes),
-        undetermined=undetermined(counted, policy.strict),
-        exit_code=exit_code(counted, policy.fail_on, policy.strict),
+        undetermined=undetermined(counted, policy.strict, policy.strict_paths),
+        exit_code=exit_code(counted, policy.fail_on, policy.strict, policy.strict_paths),
     )
     return replace(counted, gate=gate)
 
@@ -114,7 +117,7 @@ def fingerprint(finding: Finding, facts: Facts) -> str:
     """What makes a finding the same one tomorrow: rule, subject, role, quant method, kernel and
     the type of error.  No line, no path, no version: a new release changes none of it by itself.
     """
-    layer = _layer(finding, facts)
+    layer, path = _layer(finding, facts), _path(finding, facts)
     errors = facts.trace.errors if facts.trace else ()
     raised = [error.type for error in errors if error.phase == finding.subject]
     parts = [finding.rule, finding.subject]
@@ -125,6 +128,9 @@ def fingerprint(finding: Finding, facts: Facts) -> str:
             layer.kernel.symbol if layer.kernel else "",
         ]
         raised += [layer.error.type] if layer.error else []
+    if path is not None:
+        parts += [path.kernel.symbol if path.kernel else ""]
+        raised += [path.error.type] if path.error else []
     text = "\0".join([*parts, *raised])
     # "backslashreplace": a file name may be no text.
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:32]
@@ -133,6 +139,12 @@ def fingerprint(finding: Finding, facts: Facts) -> str:
 def _layer(finding: Finding, facts: Facts) -> Layer | None:
     layers = facts.trace.layers if facts.trace else ()
     return next((one.layer for one in fold(layers) if one.name == finding.subject), None)
+
+
+def _path(finding: Finding, facts: Facts) -> HotPath | None:
+    """The first of those that fail, which such a finding is about."""
+    paths = facts.trace.failing_paths if facts.trace else ()
+    return next((one for one in paths if f"{one.role.value} {one.name}" == finding.subject), None)
 
 
 def entries(report: Report) -> tuple[Entry, ...]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dsv4doctor.cli_options import FlagsCommand, report_options
 from dsv4doctor.errors import UsageError
-
-if TYPE_CHECKING:
-    from dsv4doctor.models import Run
 
 PATHS = ("moe", "dense-fp8", "sparse-mla", "indexer", "mhc", "kv-cache", "all-reduce")
 
@@ -45,12 +42,3 @@ def trace_command(
         raise UsageError("--main and --draft are both given", "without either, both are shown")
     roles = tuple(role for role, given in (("main", main), ("draft", draft)) if given)
     report_launch(ctx, options, "trace", roles or ("main", "draft"), paths=paths)
-
-
-def failing_paths(run: Run) -> int:
-    """1 when a path of a report fails on its GPU, else 0."""
-    from dsv4doctor.models import Verdict
-
-    traces = (report.facts.trace for report in run.reports)
-    paths = (path for trace in traces if trace is not None for path in trace.paths)
-    return int(any(path.verdict is Verdict.FAILS for path in paths))

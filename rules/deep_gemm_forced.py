@@ -51,11 +51,18 @@ def _finding(facts: Facts, name: str, what: str) -> Finding:
             f"{name}: {by}",
             "sgl-project/sglang issue 25877; deepseek-ai/DeepGEMM issue 317",
         ),
-        remedy=Remedy(
-            f"Leave {name} unset on sm_12x, unless the DeepGEMM that is installed was built with "
-            "kernels for it."
-        ),
+        remedy=Remedy(f"{_instead(name, wanted)}, unless {_BUILT}."),
     )
+
+
+_BUILT = "the DeepGEMM that is installed was built with kernels for sm_12x"
+
+
+def _instead(name: str, wanted: str | None) -> str:
+    """What keeps DeepGEMM out: the user's own value goes, SGLang's own is overruled."""
+    if wanted is not None:
+        return f"Leave {name} unset on sm_12x"
+    return f"Export {name}={1 if name == _TORCH else 0}"
 
 
 RULE = Rule(
@@ -90,6 +97,11 @@ EXAMPLES = (
             },
         ),
         expect=(_TORCH,),
+    ),
+    Example(
+        "SGLang's own default",
+        scene(overwritten={_TORCH: (None, "True"), _PRENORM: (None, "False")}),
+        expect=("SGLANG_OPT_FP8_WO_A_GEMM",),
     ),
     Example("what SGLang sets on sm_120", scene()),
     Example("sm_100", scene("sm_100", overwritten={})),

@@ -1,6 +1,8 @@
 """Every rule against the examples beside it, and the engine that runs them."""
 
+import ast
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,14 @@ import pytest
 
 from dsv4doctor.audit import run_rules
 from dsv4doctor.models import Alternative, Facts, Outcome, Severity, Verdict
-from dsv4doctor.rules import MODULES, RULES
+from dsv4doctor.rules import (
+    MODULES,
+    RULES,
+    communication_needs_nvlink,
+    deep_gemm_forced,
+    hot_path_fails,
+    pd_pair,
+)
 from dsv4doctor.rules.rule import FACTS, Example, Rule
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
 
@@ -103,3 +112,60 @@ def test_a_rule_that_crashes_leaves_the_others_alone() -> None:
     assert results[0].outcome is Outcome.CRASH
     assert results[0].reason == "KeyError: 'absent'"
     assert [result.outcome for result in results[1:3]] == [Outcome.FINDING, Outcome.PASS]
+
+
+def test_deep_gemm_is_kept_out_by_what_the_release_takes() -> None:
+    """A default that nobody set cannot be left unset."""
+    (own,) = deep_gemm_forced.RULE.check(deep_gemm_forced.EXAMPLES[2].facts)
+    assert own.remedy is not None
+    assert own.remedy.text.startswith("Export SGLANG_OPT_FP8_WO_A_GEMM=0, unless ")
+    (asked,) = deep_gemm_forced.RULE.check(deep_gemm_forced.EXAMPLES[0].facts)
+    assert asked.remedy is not None
+    assert asked.remedy.text.startswith("Leave SGLANG_OPT_DEEPGEMM_HC_PRENORM unset on sm_12x")
+
+
+def test_a_hot_path_that_fails_is_told_with_its_way_out() -> None:
+    (finding,) = hot_path_fails.RULE.check(hot_path_fails.EXAMPLES[0].facts)
+    assert finding.message == (
+        "The main model's sparse MLA prefill reaches flash_mla_sparse_fwd, which does not run on "
+        "sm_120, called at sglang/srt/layers/attention/deepseek_v4_backend.py:1560."
+    )
+    assert "2 layers: compress ratio 0; 256 tokens" in finding.evidence
+    assert "2 layers: compress ratio 4; 256 tokens" in finding.evidence
+    assert finding.remedy is not None
+    assert "Export SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0." in finding.remedy.text
+    assert finding.remedy.commands == (
+        "env SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 python -m sglang.launch_server "
+        "--model-path model",
+    )
+
+
+def test_hot_paths_that_were_not_traced_are_no_pass() -> None:
+    (result,) = run_rules([hot_path_fails.RULE], facts("sm_120", [*MAIN_TRTLLM]))
+    assert (result.outcome, result.required) == (Outcome.SKIP, False)
+
+
+def test_rules_ask_for_arguments_that_a_trace_reports() -> None:
+    """What no trace resolves is only there in an example, and the rule never holds."""
+    read = {
+        name
+        for path in (ROOT / "rules").glob("*.py")
+        for name in re.findall(
+            r"(?:resolved_args|\bargs|arguments)\.get\(\s*\"(\w+)\"", path.read_text("utf-8")
+        )
+    }
+    read |= {*communication_needs_nvlink._OPTIONS, *pd_pair._RESOLVED}
+    assert len(read) > 20
+    assert read <= set(serving_fields())
+
+
+def serving_fields() -> tuple[str, ...]:
+    """FIELDS of the trace's worker, whose modules import torch."""
+    text = (ROOT / "dsv4doctor" / "trace" / "worker" / "serving.py").read_text("utf-8")
+    (value,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FIELDS"
+    )
+    fields: tuple[str, ...] = ast.literal_eval(value)
+    return fields

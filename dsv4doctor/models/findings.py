@@ -53,8 +53,11 @@ class Alternative:
     flags: tuple[str, ...]
     """All of SGLang's flags for it."""
     problem: str | None
-    """Why it does not help; None: every routed-expert layer runs, and as the model needs it."""
+    """Why it does not help; None: every routed-expert layer (or hot path, where one failed)
+    runs, and as the model needs it."""
     layers: tuple[Layer, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables to export with it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class Facts:
     call_texts: dict[str, str] = field(default_factory=dict)
     """"file:line" of a kernel's call site -> the source of that call."""
     alternatives: tuple[Alternative, ...] = ()
-    """Tried when the launch does not run; empty otherwise."""
+    """Tried when the routed experts do not run; empty otherwise."""
+    path_alternatives: tuple[Alternative, ...] = ()
+    """Tried when another hot path does not run; empty otherwise."""
     notes: tuple[str, ...] = ()
     """What was decided for the user, and what of the launch could not be followed."""
     features: TreeFeatures | None = None

@@ -87,6 +87,8 @@ class Layer:
     weights: str | None = None
     """The dtype of its weights as built, before the checkpoint's are copied in, e.g.
     "float8_e4m3fn"; None: not known."""
+    clamp_read: bool | None = None
+    """False: on the way to its kernel nothing read the model's swiglu_limit; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,11 @@ class Trace:
     unresolved: tuple[str, ...] = ()
     """What stopped the trace and was not raised by SGLang itself: the answer is unknown."""
     paths: tuple[HotPath, ...] = ()
-    """Empty unless asked for."""
+    """Empty where they were not asked for."""
 
     def of(self, role: Role) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.role is role)
+
+    @property
+    def failing_paths(self) -> tuple[HotPath, ...]:
+        return tuple(path for path in self.paths if path.verdict is Verdict.FAILS)

@@ -56,7 +56,7 @@ def facts_of(
 
     Raises UndeterminedError when one does not import.
     """
-    chosen = replace(settings, alternatives=False, with_paths=True, modules=modules_of(files))
+    chosen = replace(settings, alternatives=False, modules=modules_of(files))
     return audit(replace(target, tree=tree), chosen, progress).facts
 
 

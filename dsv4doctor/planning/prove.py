@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dsv4doctor import fixes
-from dsv4doctor.audit import Settings, audit, run_rules, undetermined
+from dsv4doctor.audit import Settings, audit, request_of, run_rules, undetermined
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.fixes.fix import Change, Choice
 from dsv4doctor.models import (
@@ -33,7 +33,7 @@ from dsv4doctor.planning.release import text_of
 from dsv4doctor.planning.settings import grouped, with_flags
 from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.target import Target
-from dsv4doctor.trace.session import TraceRequest, trace_launches
+from dsv4doctor.trace.session import trace_launches
 
 _ASSIGNMENT = re.compile(r"\b[Ee]xport (SGLANG_\w+)=(\w+)")
 """As remedies tell to set a variable; one that is only mentioned may be another release's."""
@@ -115,14 +115,15 @@ def _audits(
     plan: Plan, on: Ground, timeout: float, progress: Progress | None
 ) -> tuple[Report, ...]:
     targets = [target_of(plan, server, on.target) for server in plan.servers]
-    requests = [_request(target) for target in targets]
+    settings = Settings(timeout=timeout)
+    requests = [request_of(target, settings) for target in targets]
     # Together they share one import of SGLang; the audits then find the traces in the cache.
     for outcome in trace_launches(requests, timeout=timeout, progress=progress):
         if isinstance(outcome, DoctorError):
             raise outcome
     # What one side's experts run with, the other's do too: only the first asks for another way.
     return tuple(
-        audit(target, Settings(timeout=timeout, alternatives=number == 0), progress)
+        audit(target, replace(settings, alternatives=number == 0), progress)
         for number, target in enumerate(targets)
     )
 
@@ -155,20 +156,6 @@ def target_of(plan: Plan, server: Server, base: Target) -> Target:
         gpu=base.gpu if base.gpu is None else server.gpus[0],
         gpu_count=len(server.gpus) if base.gpu is not None else None,
         seconds=0.0,
-    )
-
-
-def _request(target: Target) -> TraceRequest:
-    return TraceRequest(
-        tree=target.tree,
-        interpreter=target.interpreter,
-        arch=target.arch,
-        checkpoint=target.checkpoint,
-        model_path=target.model_path,
-        launch=target.launch,
-        environment=target.environment,
-        gpu=target.gpu,
-        gpu_count=target.gpu_count,
     )
 
 

@@ -3,7 +3,7 @@
 import os
 import time
 
-from . import decisions, forward, serving
+from . import clamp, decisions, forward, serving
 from .tensors import Redirect
 
 
@@ -121,6 +121,7 @@ class _Launch:
             if role == "main":
                 serving.prepare_layers(self.server_args, config)
             quantization, load_config = serving.quant_config(config)
+        clamp.watch()
         watch = decisions.LayerWatch(FusedMoE, switched, self.path)
         with watch:
             model = serving.build_model(config, load_config, quantization)
@@ -228,6 +229,8 @@ def describe_error(phase, error):
 def plain(value):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, (list, tuple)):  # --numa-node has one for each GPU
+        return [plain(one) for one in value]
     return str(getattr(value, "value", value))
 
 

@@ -37,7 +37,20 @@ FIELDS = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "mem_fraction_static",
+    "swa_full_tokens_ratio",
+    "chunked_prefill_size",
     "disaggregation_mode",
+    "nnodes",
+    "base_gpu_id",
+    "gpu_id_step",
+    "numa_node",
+    "disable_custom_all_reduce",
+    "flashinfer_allreduce_fusion_backend",
+    "enable_flashinfer_allreduce_fusion",
+    "enable_nccl_nvls",
+    "enable_symm_mem",
+    "enable_torch_symm_mem",
+    "enable_mscclpp",
 )
 """The resolved arguments that a trace reports, where the release has them."""
 

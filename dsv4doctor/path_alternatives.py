@@ -1,0 +1,85 @@
+"""Variables and flags for a launch with a hot path that does not run, traced like the launch.
+
+What is worth trying is what SGLang's own code read on its way to the kernel: its switches, turned
+the other way.  A prompt that is cut into shorter chunks may take another way too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.snapshot import redacted_flags
+from dsv4doctor.flags import without
+from dsv4doctor.models import Alternative, HotPath, Trace, Verdict
+from dsv4doctor.rules.common import is_true
+
+_CHUNK = "--chunked-prefill-size"
+_SHORTER = 8192
+_SWITCH = ("True", "False")
+_MOST = 6
+
+
+def path_candidates(
+    trace: Trace,
+    flags: tuple[str, ...],
+    environment: Mapping[str, str],
+    defaults: Mapping[str, str],
+) -> tuple[Alternative, ...]:
+    """What is worth trying in place of `flags`, which resolved to `trace`; the smallest first.
+
+    `environment`: the server's variables; `defaults`: SGLang's own, as its source has them.
+    """
+    return tuple(islice(_candidates(trace, flags, environment, defaults), _MOST))
+
+
+def _candidates(
+    trace: Trace,
+    flags: tuple[str, ...],
+    environment: Mapping[str, str],
+    defaults: Mapping[str, str],
+) -> Iterator[Alternative]:
+    paths = trace.failing_paths
+    read = dict.fromkeys(name for path in paths for name in path.flags_consulted)
+    switches = [
+        Alternative(f"{name}={value}", flags, None, environment={name: value})
+        for name in read
+        if defaults.get(name) in _SWITCH
+        for value in ("0" if is_true(environment.get(name, defaults[name])) else "1",)
+    ]
+    yield from switches
+    size = trace.resolved_args.get("chunked_prefill_size")
+    is_long = not isinstance(size, int) or not 0 < size <= _SHORTER
+    if is_long and any(path.name.endswith("-prefill") for path in paths):
+        change = f"{_CHUNK} {_SHORTER}"
+        cut = (*without(flags, (_CHUNK,)), *change.split())
+        yield Alternative(change, cut, None)
+        for one in switches:
+            yield replace(one, change=f"{one.change} and {change}", flags=cut)
+
+
+def path_outcome(
+    candidate: Alternative, result: Trace | DoctorError, wanted: Sequence[HotPath]
+) -> Alternative:
+    """The candidate with what stands against it; `result` is its trace, judged, and `wanted` are
+    the paths that failed without it.  Its flags are for printing: secrets are redacted."""
+    problem = "the trace failed" if isinstance(result, DoctorError) else _problem(result, wanted)
+    return replace(candidate, flags=redacted_flags(candidate.flags), problem=problem)
+
+
+def _problem(trace: Trace, wanted: Sequence[HotPath]) -> str | None:
+    if trace.errors:
+        return f"SGLang raises {trace.errors[0].type}"
+    for path in trace.failing_paths:
+        return f"{path.role.value} {path.name}: {path.reason}"
+    for before in wanted:
+        found = [
+            path for path in trace.paths if (path.role, path.name) == (before.role, before.name)
+        ]
+        unknown = [path for path in found if path.verdict is Verdict.UNKNOWN]
+        if unknown or not found:
+            reason = unknown[0].reason if unknown else "it was not reached"
+            return f"{before.role.value} {before.name}: {reason}"
+    return None
