@@ -14,8 +14,13 @@ from dsv4doctor.jsonio import from_plain
 
 SCHEMA = "dsv4doctor-report/1"
 _MAX_BYTES = 256 << 20
-_ABOUT_THE_MACHINE = {"model_path", "speculative_draft_model_path", "mem_fraction_static"}
-"""Arguments that differ between machines, and decide no kernel."""
+_ABOUT_THE_MACHINE = {
+    "model_path",
+    "speculative_draft_model_path",
+    "mem_fraction_static",
+    "chunked_prefill_size",
+}
+"""Arguments that SGLang resolves by the machine: its paths, and its GPUs' memory."""
 _OURS = ("triton:", "tilelang:", "jit:", "torch.ops.", "sglang.")
 
 

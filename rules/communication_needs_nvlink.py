@@ -19,6 +19,10 @@ _OPTIONS = {
     "enable_mscclpp": "MSCCL++",
 }
 
+_FUSIONS = ("flashinfer_allreduce_fusion_backend", "enable_flashinfer_allreduce_fusion")
+"""What SGLang switches on by itself on sm_90 and sm_100."""
+_SWITCH_OFF = "Add --enforce-disable-flashinfer-allreduce-fusion"
+
 
 def check(facts: Facts) -> Iterator[Finding]:
     trace = facts.trace
@@ -29,16 +33,24 @@ def check(facts: Facts) -> Iterator[Finding]:
     for name, value in asked.items():
         flag = f"--{name.replace('_', '-')}"
         said = flag if value is True else f"{flag} {value}"
+        own = not _is_written(facts, flag)
+        remedy = _SWITCH_OFF if own and name in _FUSIONS else f"Leave {flag} out"
         yield Finding(
             rule=RULE.id,
-            severity=Severity.WARNING,
+            severity=Severity.INFO if own else Severity.WARNING,
             subject=flag,
-            message=f"{said}: {_OPTIONS[name]} needs NVLink, and these GPUs have none.",
+            message=f"{said}{' (by SGLang itself)' if own else ''}: {_OPTIONS[name]} needs NVLink, "
+            "and these GPUs have none.",
             consequence="SGLang falls back with a warning, or stops while it sets the "
             "communication up.",
             evidence=(f"{name} = {value!r} after SGLang resolved its arguments", "no NVLink is up"),
-            remedy=Remedy(f"Leave {flag} out: over PCIe NCCL does the all-reduce."),
+            remedy=Remedy(f"{remedy}: over PCIe NCCL does the all-reduce."),
         )
+
+
+def _is_written(facts: Facts, flag: str) -> bool:
+    launch = facts.snapshot.launch
+    return launch is not None and any(word.partition("=")[0] == flag for word in launch.flags)
 
 
 RULE = Rule(
@@ -51,12 +63,18 @@ RULE = Rule(
 )
 
 _FUSION = {"flashinfer_allreduce_fusion_backend": "auto"}
+_ASKED = ("--flashinfer-allreduce-fusion-backend", "auto")
 _NVLINK = {"nvlinks": 18}
 
 EXAMPLES = (
     Example(
         "all-reduce fusion on PCIe",
-        machine(resolved=_FUSION),
+        machine(resolved=_FUSION, flags=_ASKED),
+        expect=("--flashinfer-allreduce-fusion-backend",),
+    ),
+    Example(
+        "SGLang's own fusion on PCIe H100s",
+        machine(2, "sm_90", links=({"nvlinks": 0},) * 2, resolved=_FUSION),
         expect=("--flashinfer-allreduce-fusion-backend",),
     ),
     Example(

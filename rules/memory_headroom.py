@@ -20,7 +20,7 @@ from dsv4doctor.models import (
     StoredFormat,
     TensorInfo,
 )
-from dsv4doctor.rules.common import flag, in_effect, is_true
+from dsv4doctor.rules.common import in_effect, is_true
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import checkpoint, gpus, scene
 
@@ -90,15 +90,10 @@ def _wo_a_in_bf16(facts: Facts) -> bool:
 
 
 def _window_ratio(facts: Facts) -> float:
-    """swa_full_tokens_ratio: the user's, else what SGLang sets for DeepSeek-V4."""
+    """swa_full_tokens_ratio; without it what SGLang sets for DeepSeek-V4."""
     assert facts.trace is not None
-    changed = [c.after for c in facts.trace.arg_changes if c.name == "swa_full_tokens_ratio"]
-    for text in (flag(facts, "--swa-full-tokens-ratio"), *changed):
-        try:
-            return float(text or "")
-        except ValueError:
-            continue
-    return 0.1
+    ratio = facts.trace.resolved_args.get("swa_full_tokens_ratio")
+    return float(ratio) if isinstance(ratio, int | float) else 0.1
 
 
 def _finding(
