@@ -304,3 +304,9 @@ def test_json_of_several_targets_keeps_to_its_schema() -> None:
     assert [report["target"] for report in plain["reports"]] == ["production", "lab", "broken"]
     assert plain["reports"][2]["errors"][0]["hint"] == "give another script"
     assert plain["reports"][0]["accepted"][0]["finding"]["rule"] == "DSV103"
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "json"])
+def test_every_format_for_people_names_the_fix(name: str) -> None:
+    text = RENDERERS[name](_run(reporting.report(reporting.story())))
+    assert "dsv4doctor fix --only FIX101" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from dsv4doctor.models import Facts, Finding, Report, Severity
+from dsv4doctor.models import Facts, Finding, Remedy, Report, Severity
 
 COMMAND_LINE = "command line"
 """How a launch without a script calls its source."""
@@ -22,9 +22,16 @@ def script(facts: Facts, finding: Finding) -> tuple[str, int] | None:
     return launch.source, max(1, launch.line or 1)
 
 
+def what_to_do(remedy: Remedy) -> str:
+    """The remedy in words, a line a way out."""
+    if remedy.fix is None:
+        return remedy.text
+    return f"{remedy.text}\n`dsv4doctor fix --only {remedy.fix}` tells whether a patch helps."
+
+
 def sentences(finding: Finding) -> str:
     """The finding in one paragraph: what, what follows, what to do."""
-    remedy = f" {finding.remedy.text}" if finding.remedy else ""
+    remedy = f" {what_to_do(finding.remedy)}" if finding.remedy else ""
     return " ".join(f"{finding.message} {finding.consequence}{remedy}".split())
 
 
@@ -32,7 +39,10 @@ def lines(finding: Finding) -> str:
     """The finding line by line, with its evidence and commands."""
     parts = [finding.message, finding.consequence, *(f"- {text}" for text in finding.evidence)]
     if finding.remedy is not None:
-        parts += [finding.remedy.text, *(f"$ {command}" for command in finding.remedy.commands)]
+        parts += [
+            what_to_do(finding.remedy),
+            *(f"$ {command}" for command in finding.remedy.commands),
+        ]
     return "\n".join(parts)
 
 

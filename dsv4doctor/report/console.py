@@ -31,6 +31,7 @@ from dsv4doctor.models import (
     Severity,
     Verdict,
 )
+from dsv4doctor.report.common import what_to_do
 from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.paths import only_paths, path_parts
 from dsv4doctor.terminal import harmless
@@ -337,7 +338,7 @@ def _finding(finding: Finding) -> RenderableType:
     rows: list[tuple[str, str | Text]] = [("what happens", finding.consequence)]
     rows += [("evidence" if not index else "", text) for index, text in enumerate(finding.evidence)]
     if finding.remedy is not None:
-        rows.append(("what to do", finding.remedy.text))
+        rows.append(("what to do", what_to_do(finding.remedy)))
     style = _SEVERITY_STYLES[finding.severity]
     title = Text.assemble(
         (finding.severity.value, style), f" {finding.rule}  ", (finding.subject, "bold")

@@ -21,7 +21,7 @@ from dsv4doctor.models import (
     Run,
     Verdict,
 )
-from dsv4doctor.report.common import by_severity, target_name
+from dsv4doctor.report.common import by_severity, target_name, what_to_do
 from dsv4doctor.report.console import summary
 from dsv4doctor.report.html_path import diagrams, place, prose, sources, text
 from dsv4doctor.report.html_style import STYLE
@@ -203,7 +203,9 @@ def _finding(finding: Finding) -> str:
     where = sources(finding.locations)
     todo = ""
     if finding.remedy is not None:
-        sentences = "".join(f"<p>{prose(line)}</p>" for line in finding.remedy.text.splitlines())
+        sentences = "".join(
+            f"<p>{prose(line)}</p>" for line in what_to_do(finding.remedy).splitlines()
+        )
         commands = "".join(f"<pre>{text(line)}</pre>" for line in finding.remedy.commands)
         todo = f"<h4>What to do</h4>{sentences}{commands}"
     severity = finding.severity.value

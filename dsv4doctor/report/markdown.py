@@ -19,7 +19,7 @@ from dsv4doctor.models import (
     Severity,
     Verdict,
 )
-from dsv4doctor.report.common import by_severity, target_name
+from dsv4doctor.report.common import by_severity, target_name, what_to_do
 from dsv4doctor.report.console import summary
 
 _MARKS = {Severity.ERROR: "❌", Severity.WARNING: "⚠️", Severity.INFO: "ℹ️"}  # noqa: RUF001
@@ -90,7 +90,7 @@ def _finding(finding: Finding) -> Iterator[str]:
     if finding.evidence:
         yield "\n".join(f"- {_text(text)}" for text in finding.evidence)
     if finding.remedy is not None:
-        yield f"**What to do:** {_prose(finding.remedy.text)}"
+        yield f"**What to do:** {_prose(what_to_do(finding.remedy))}"
         if finding.remedy.commands:
             yield _fenced(finding.remedy.commands)
 
