@@ -109,17 +109,18 @@ def _minimal() -> dict[str, object]:
     [
         ("", "not JSON"),
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ("[]", "not a snapshot"),
         ("{}", "not a snapshot"),
         (json.dumps({"schema": "dsv4doctor-snapshot/99"}), "this dsv4doctor reads"),
         (json.dumps({**_minimal(), "gpu": 3}), "not what dsv4doctor writes"),
         (json.dumps({**_minimal(), "created": 3}), r"\(created: invalid value\)"),
         (json.dumps({"schema": snapshot.SCHEMA}), "not what dsv4doctor writes"),
+        (f'{{"environment": {"[" * 200}{"]" * 200}}}', "nested too deeply"),
     ],
     ids=[
         *("empty", "truncated", "deep", "list", "object", "newer"),
-        *("wrong-type", "number-for-text", "no-fields"),
+        *("wrong-type", "number-for-text", "no-fields", "some-levels"),
     ],
 )
 def test_bad_files_are_refused_by_name(tmp_path: Path, content: str, said: str) -> None:

@@ -12,6 +12,10 @@ from dsv4doctor.errors import UsageError
 
 MIB = 1 << 20
 
+_DEEPEST = 100
+"""Levels of JSON, many times what any file read here has.  Python's own limit is its version's, and
+may let in what cannot be walked."""
+
 DOWNLOAD_HINT = "Download the file again, or point to another copy of the checkpoint."
 
 
@@ -68,7 +72,9 @@ def read_json(path: Path, limit: int, hint: str, name: str | None = None) -> Any
         raise UsageError(f"{name}: over {limit // MIB} MiB", hint)
     try:
         with open(path, "rb") as file:
-            return json.loads(file.read(limit + 1))
+            value = json.loads(file.read(limit + 1))
+        _refuse_depth(value)
+        return value
     except OSError as error:
         raise UsageError(f"{name}: cannot be read ({error.strerror})", hint) from error
     except RecursionError as error:
@@ -77,10 +83,15 @@ def read_json(path: Path, limit: int, hint: str, name: str | None = None) -> Any
         raise UsageError(f"{name}: not JSON ({error})", hint) from error
 
 
-def parse_object(raw: bytes, source: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `source` names it in errors."""
+def parse_object(raw: bytes, source: str, any_depth: bool = False) -> dict[str, Any]:
+    """The JSON object in `raw`; `source` names it in errors.
+
+    `any_depth`: the caller keeps its first levels only.
+    """
     try:
         value = json.loads(raw.decode("utf-8"))
+        if not any_depth:
+            _refuse_depth(value)
         if b"\\u" in raw:  # half a surrogate pair would fail much later, when it is written
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -94,6 +105,17 @@ def parse_object(raw: bytes, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{source}: should be an object, not {_kind(value)}", DOWNLOAD_HINT)
     return value
+
+
+def _refuse_depth(value: Any) -> None:
+    """RecursionError for more levels than can be walked and written again."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(_DEEPEST):
+        boxes = (box.values() if isinstance(box, dict) else box for box in level)
+        level = [item for box in boxes for item in box if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise RecursionError
 
 
 def field(mapping: dict[str, Any], key: str, kind: type[Any], source: str) -> Any:

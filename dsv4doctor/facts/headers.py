@@ -92,7 +92,7 @@ def parse_header(header: RawHeader, path: Path) -> Header:
 
     Raises UsageError when the file is not a whole, well-formed safetensors file.
     """
-    entries = parse_object(header.raw, f"{path}: header")
+    entries = parse_object(header.raw, f"{path}: header", any_depth=True)
     metadata = entries.pop("__metadata__", None)
     if metadata is not None and not isinstance(metadata, dict):
         raise _bad(path, "its __metadata__ is not an object")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.errors import UsageError
-from dsv4doctor.facts.files import regular_size, shown
+from dsv4doctor.facts.files import read_json, shown
 from dsv4doctor.models import Checkpoint, GpuFacts, HostFacts, Launch, SglangTree, Snapshot, Stack
 
 REDACTED = "[redacted]"
@@ -71,17 +70,7 @@ def text_of(snapshot: Snapshot) -> str:
 def read_snapshot(path: Path) -> Snapshot:
     """The Snapshot in `path`; UsageError names what does not fit."""
     hint = "write one with: dsv4doctor snapshot -o FILE"
-    regular_size(path, hint)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            raise UsageError(f"{path}: too large to be a snapshot", hint)
-        plain: Any = json.loads(raw)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})", hint) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON ({error})", hint) from error
+    plain = read_json(path, _MAX_BYTES, hint)
     if not isinstance(plain, dict) or "schema" not in plain:
         raise UsageError(f"{path}: not a snapshot of dsv4doctor", hint)
     schema = plain.pop("schema")
