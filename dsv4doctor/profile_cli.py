@@ -28,7 +28,7 @@ _SEVERITIES = ("info", "warning", "error")
     "--expect",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="JSON report of `check` or `trace-moe`: whether the routed experts ran as it predicts.",
+    help="JSON report of `check`, `trace` or `trace-moe`: whether what it predicts ran.",
 )
 @click.option(
     "--top",

@@ -54,6 +54,19 @@ def flag(facts: Facts, name: str) -> str | None:
     return flag_value(launch.flags, name) if launch else None
 
 
+def numa_nodes(flags: Sequence[str]) -> list[int]:
+    """The numbers after --numa-node, which takes one for every GPU."""
+    found: list[int] = []
+    reading = False
+    for text in flags:
+        if text.startswith("--"):
+            name, _, text = text.partition("=")
+            reading = name == "--numa-node"
+        if reading and text.isdigit():
+            found.append(int(text))
+    return found
+
+
 def is_speculative(facts: Facts, algorithm: str) -> bool:
     """True when the launch asks for this speculative algorithm."""
     return (flag(facts, "--speculative-algorithm") or "").upper() == algorithm

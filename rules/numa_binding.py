@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.models import Facts, Finding, HostFacts, Remedy, Severity
-from dsv4doctor.rules.common import both
+from dsv4doctor.rules.common import both, numa_nodes
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import gpus, scene
 
@@ -21,7 +21,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     host, launch = facts.snapshot.host, facts.snapshot.launch
     assert host is not None
     assert launch is not None
-    nodes = _nodes(launch.flags)
+    nodes = numa_nodes(launch.flags)
     by = [_FLAG] if nodes else []
     by += ["numactl"] if "numactl" in launch.wrappers else []
     if not by:
@@ -45,20 +45,6 @@ def check(facts: Facts) -> Iterator[Finding]:
             f"/proc/self/status: a seccomp filter and no CAP_SYS_NICE ({host.container or 'host'})",
             "Start the container with --cap-add SYS_NICE, or leave the binding out.",
         )
-
-
-def _nodes(flags: tuple[str, ...]) -> list[int]:
-    """The numbers after --numa-node, which takes one for every GPU."""
-    found: list[int] = []
-    reading = False
-    for text in flags:
-        if text.startswith("--"):
-            name, equals, value = text.partition("=")
-            reading = name == _FLAG
-            text = value if reading and equals else ""
-        if reading and text.isdigit():
-            found.append(int(text))
-    return found
 
 
 def _finding(facts: Facts, message: str, evidence: str, remedy: str) -> Finding:

@@ -12,18 +12,17 @@ from dsv4doctor.models import Facts, Finding, HostFacts, Remedy, Severity
 from dsv4doctor.rules.common import set_by_user
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import gpus, scene
+from dsv4doctor.rules.topology import ranks, used_gpus
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    host, trace = facts.snapshot.host, facts.trace
+    host = facts.snapshot.host
     assert host is not None
-    assert trace is not None
-    ranks = trace.resolved_args.get("tp_size")
-    if facts.arch.name != "sm_120" or not isinstance(ranks, int) or ranks < 2:
+    if facts.arch.name != "sm_120" or ranks(facts) < 2:
         return  # sm_121 has one GPU a machine, the others have NVLink
     if set_by_user(facts, "NCCL_P2P_DISABLE") == "1":
         return
-    addresses = [gpu.pci_bus_id for gpu in facts.snapshot.gpu.gpus if gpu.pci_bus_id][:ranks]
+    addresses = [gpu.pci_bus_id for gpu in used_gpus(facts) if gpu.pci_bus_id]
     if len(addresses) < 2:
         return
     if any(address not in host.pci_roots for address in addresses):
@@ -73,6 +72,10 @@ _SWITCH = HostFacts(
     pci_roots={gpu.pci_bus_id or "": "pci0000:00" for gpu in _TWO},
     pci_switches={gpu.pci_bus_id or "": "0000:00:01.0" for gpu in _TWO},
 )
+_FOUR = HostFacts(
+    pci_roots={gpu.pci_bus_id or "": f"pci0000:{min(gpu.index, 2)}0" for gpu in gpus(4)},
+    pci_switches={gpu.pci_bus_id or "": f"0000:{min(gpu.index, 2)}0:01.0" for gpu in gpus(4)},
+)
 
 EXAMPLES = (
     Example(
@@ -85,6 +88,15 @@ EXAMPLES = (
     Example(
         "switched off",
         scene(resolved=_TP2, host=_APART, gpus=_TWO, environment={"NCCL_P2P_DISABLE": "1"}),
+    ),
+    Example(
+        "the launch's own GPUs are behind one switch",
+        scene(
+            resolved=_TP2,
+            host=_FOUR,
+            gpus=gpus(4),
+            environment={"CUDA_VISIBLE_DEVICES": "2,3"},
+        ),
     ),
     Example(
         "B200, which have NVLink",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from dsv4doctor.models import Facts, Finding, Remedy, RouterLaunch, Severity
-from dsv4doctor.rules.common import flag, set_by_user
+from dsv4doctor.rules.common import flag, numa_nodes, set_by_user
 from dsv4doctor.rules.pd_pair import DEFAULT_BOOTSTRAP, MODE, PORT, name_of, other_side, pair
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import gpus, scene
@@ -178,15 +178,7 @@ def bound_to(facts: Facts) -> tuple[int, ...]:
     launch = facts.snapshot.launch
     if launch is None:
         return ()
-    found = set(launch.numa_nodes)
-    reading = False
-    for word in launch.flags:
-        if word.startswith("--"):
-            name, _, word = word.partition("=")
-            reading = name == "--numa-node"
-        if reading and word.isdigit():
-            found.add(int(word))
-    return tuple(sorted(found))
+    return tuple(sorted({*launch.numa_nodes, *numa_nodes(launch.flags)}))
 
 
 def _several_nodes(one: Facts, other: Facts) -> bool:

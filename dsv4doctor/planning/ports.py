@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from dsv4doctor.errors import UsageError
 
@@ -55,15 +55,10 @@ class Allotment:
 
 def listening(port: int) -> bool:
     """True where this machine does not let a server listen on `port`."""
-    for family, address in _addresses():
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError:
-                return True
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
     return False
-
-
-def _addresses() -> Iterable[tuple[socket.AddressFamily, str]]:
-    yield socket.AF_INET, ""

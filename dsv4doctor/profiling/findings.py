@@ -36,7 +36,7 @@ _SAME_LAUNCH = "Run `dsv4doctor check` with the profiled server's own launch and
 
 @dataclass(frozen=True)
 class Expected:
-    """What a report of `check` or `trace-moe` predicts for the routed experts."""
+    """What a report of `check`, `trace` or `trace-moe` predicts."""
 
     source: str
     families: frozenset[str]
