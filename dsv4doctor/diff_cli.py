@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dsv4doctor.cli_options import format_option, output_option
+from dsv4doctor.errors import UsageError
 from dsv4doctor.outputs import refuse_inputs
 from dsv4doctor.terminal import check_writable, deliver, say, wants_color
 
@@ -42,7 +44,13 @@ def diff_command(
     check_writable(output)
     reports = [(predicted, "the prediction"), (recorded, "the recording")]
     refuse_inputs([("--output", output)], reports)
-    comparison = compare(read_report(predicted), read_report(recorded))
+    one, other = read_report(predicted), read_report(recorded)
+    if _is_recording(one) and not _is_recording(other):
+        raise UsageError(
+            f"{predicted}: a recording, where the prediction should be",
+            f"the other way round: dsv4doctor diff {shlex.join((str(recorded), str(predicted)))}",
+        )
+    comparison = compare(one, other)
     if style == "json":
         text = rendering.as_json(comparison)
     elif style == "markdown":
@@ -54,6 +62,13 @@ def diff_command(
     deliver(text, output)
     say(f"dsv4doctor: {_summary(comparison)}")
     ctx.exit(comparison.exit_code)
+
+
+def _is_recording(report: dict[str, Any]) -> bool:
+    from dsv4doctor.recording.report import RAN
+
+    notes = report.get("notes")
+    return isinstance(notes, list) and RAN in notes
 
 
 def _summary(comparison: Comparison) -> str:

@@ -170,3 +170,20 @@ def test_formats(
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert run(["diff", str(tmp_path / "no.json"), str(tmp_path / "no.json")]) == 2
+
+
+def test_a_recording_in_the_place_of_the_prediction(
+    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted, recorded = tmp_path / "p.json", tmp_path / "a recording.json"
+    predicted.write_text(json.dumps(report))
+    recorded.write_text(json.dumps({**report, "notes": ["recorded in the server"]}))
+    assert run(["diff", str(predicted), str(recorded)]) == 0
+    capsys.readouterr()
+    assert run(["diff", str(recorded), str(predicted)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{recorded}: a recording, where the prediction should be" in err
+    assert f"dsv4doctor diff '{recorded}' {predicted}" not in err
+    assert f"dsv4doctor diff {predicted} '{recorded}'" in err
+    assert run(["diff", str(recorded), str(recorded)]) == 0  # two servers
