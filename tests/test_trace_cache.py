@@ -70,6 +70,14 @@ def test_every_input_is_in_the_key(tree: SglangTree, model: Path) -> None:
     assert cache.key(replace(asked, environment={"UNRELATED": "1"})) == cache.key(asked)
 
 
+def test_the_packages_of_a_systems_python(tmp_path: Path) -> None:
+    """As in SGLang's own container: /usr/bin/python3, and what pip installs below /usr/local."""
+    for place in ("lib/python3/dist-packages/six-1", "local/lib/python3.12/dist-packages/torch-2"):
+        (tmp_path / f"{place}.dist-info").mkdir(parents=True)
+    found = cache.packages(tmp_path / "bin" / "python3")
+    assert found == ["six-1.dist-info", "torch-2.dist-info"]
+
+
 def test_any_changed_byte_of_the_tree_misses(tree: SglangTree, model: Path, tmp_path: Path) -> None:
     copy = changed_tree(tree, tmp_path / "tree", "srt/server_args.py", "# one")
     before = cache.key(request(copy, model))

@@ -220,10 +220,12 @@ def _digest(path: Path) -> str:
 def packages(interpreter: Path) -> list[str]:
     """The distributions beside an interpreter, by the names of their metadata folders.
 
-    Read from the folder names of its site-packages, so that no process has to be started.
+    Read from the folder names of its site-packages, so that no process has to be started.  A
+    system's Python has them under /usr/local too: there pip puts what a container installs.
     """
     names: list[str] = []
     prefix = interpreter.parent.parent
-    for site in sorted(prefix.glob("lib*/python3*/*-packages")):
-        names += sorted(info.name for info in site.glob("*.dist-info"))
+    for root in (prefix, prefix / "local"):
+        for site in sorted(root.glob("lib*/python3*/*-packages")):
+            names += sorted(info.name for info in site.glob("*.dist-info"))
     return names
