@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def machine(tmp_path: Path) -> Path:
     links.mkdir(parents=True)
     (links / "0000:c1:00.0").symlink_to(device)
     return root
+
+
+def test_a_pci_domain_of_five_digits(machine: Path) -> None:
+    """The bridge of the GPU itself, and not of the device with the same last digits."""
+    device = machine / "sys/devices/pci10000:00/10000:c1:00.0"
+    device.mkdir(parents=True)
+    (machine / "sys/bus/pci/devices/10000:c1:00.0").symlink_to(device)
+    gpu = replace(_GPUS.gpus[0], pci_bus_id="00010000:C1:00.0")
+    host = read_host({"PATH": ""}, GpuFacts((gpu,)), root=machine)
+    assert host.pci_roots == {"00010000:C1:00.0": "pci10000:00"}
+    assert host.pci_switches == {}
+    assert host.topology is not None
+    assert host.topology.iommu == "off"
 
 
 def test_a_restricted_container(machine: Path) -> None:

@@ -85,14 +85,17 @@ def _guard(nvml: Any, ask: Callable[[], T], default: T) -> T:
 
 def _numa_node(bus_id: str, pci_devices: Path) -> int | None:
     """The NUMA node from sysfs; None when the machine has none or does not say."""
-    domain, separator, rest = bus_id.lower().partition(":")
-    # NVML writes the domain with eight digits, sysfs with at least four.
-    folder = f"{domain.lstrip('0').rjust(4, '0')}{separator}{rest}"
     try:
-        node = int((pci_devices / folder / "numa_node").read_text())
+        node = int((pci_devices / sysfs_name(bus_id) / "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def sysfs_name(bus_id: str) -> str:
+    """A PCI address as sysfs writes it: four digits for the domain, or more; NVML has eight."""
+    domain, colon, rest = bus_id.lower().partition(":")
+    return f"{domain.lstrip('0').rjust(4, '0')}{colon}{rest}"
 
 
 def _text(value: str | bytes) -> str:

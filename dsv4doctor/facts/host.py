@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dsv4doctor.facts.gpu import sysfs_name
 from dsv4doctor.facts.hub import hub_cache
 from dsv4doctor.facts.topology import read_topology
 from dsv4doctor.models import GpuFacts, HostFacts
@@ -148,9 +149,8 @@ def _pci(gpus: GpuFacts | None, devices: Path) -> tuple[dict[str, str], dict[str
     for gpu in gpus.gpus if gpus else ():
         if gpu.pci_bus_id is None:
             continue
-        domain, colon, rest = gpu.pci_bus_id.lower().partition(":")
         try:
-            parts = Path(os.path.realpath(devices / f"{domain[-4:]}{colon}{rest}")).parts
+            parts = Path(os.path.realpath(devices / sysfs_name(gpu.pci_bus_id))).parts
         except OSError:
             continue
         start = next((i for i, part in enumerate(parts) if part.startswith("pci")), None)

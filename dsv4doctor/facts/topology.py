@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from dsv4doctor.facts.gpu import sysfs_name
 from dsv4doctor.models import GpuFacts, Link, Pair, Topology
 
 # nvml.h: nvmlGpuTopologyLevel_t
@@ -211,11 +212,10 @@ def _acs_control(bridge: Path) -> int | None:
 
 
 def _there(addresses: list[str], devices: Path) -> list[Path]:
-    """The GPUs' folders; NVML writes the domain with eight digits, sysfs with four."""
+    """The GPUs' folders."""
     folders = []
     for address in addresses:
-        domain, colon, rest = address.lower().partition(":")
-        folder = devices / f"{domain[-4:]}{colon}{rest}"
+        folder = devices / sysfs_name(address)
         try:
             if folder.exists():
                 folders.append(folder)
