@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dsv4doctor.models import Facts, Finding, Remedy, Severity
+from dsv4doctor.models import Facts, Finding, Remedy, Severity, Trace
 from dsv4doctor.rules.common import is_v41, with_source
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import SOURCES, scene
@@ -39,12 +39,19 @@ def check(facts: Facts) -> Iterator[Finding]:
         evidence=(
             f"fp8_gemm_runner_backend resolves to {backend}",
             f"explicit backends only at {with_source(decided)}",
-            "sgl-project/sglang pull requests 39961 and 39967; which kernel the layers reach "
-            "instead was not traced",
+            *_reached(facts.trace),
+            "sgl-project/sglang pull requests 39961 and 39967",
         ),
         locations=(decided,),
         remedy=Remedy("Try --fp8-gemm-backend flashinfer_cutlass and compare speed and answers."),
     )
+
+
+def _reached(trace: Trace) -> tuple[str, ...]:
+    """The kernels that the layers go to instead, where that was traced."""
+    paths = [path for path in trace.paths if path.name == "dense-fp8" and path.kernel]
+    symbols = dict.fromkeys(path.kernel.symbol for path in paths if path.kernel)
+    return tuple(f"they reach {symbol}" for symbol in symbols)
 
 
 RULE = Rule(

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor.audit import run_rules
-from dsv4doctor.models import Alternative, Facts, Outcome, Severity, Verdict
+from dsv4doctor.models import Alternative, Facts, Kernel, Outcome, Severity, Verdict
 from dsv4doctor.rules import (
     MODULES,
     RULES,
     communication_needs_nvlink,
     deep_gemm_forced,
+    dense_fp8_v41,
     hot_path_fails,
     pd_pair,
 )
@@ -138,6 +139,19 @@ def test_a_hot_path_that_fails_is_told_with_its_way_out() -> None:
         "env SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 python -m sglang.launch_server "
         "--model-path model",
     )
+
+
+def test_dense_layers_of_v41_say_where_they_go() -> None:
+    sample = dense_fp8_v41.EXAMPLES[0].facts
+    assert sample.trace is not None
+    assert hot_path_fails.EXAMPLES[0].facts.trace is not None
+    [path, *_] = hot_path_fails.EXAMPLES[0].facts.trace.paths
+    dense = replace(path, name="dense-fp8", kernel=Kernel("triton:some_matmul", None))
+    traced = replace(sample, trace=replace(sample.trace, paths=(path, dense)))
+    (finding,) = dense_fp8_v41.RULE.check(traced)
+    assert [text for text in finding.evidence if "reach" in text] == [
+        "they reach triton:some_matmul"
+    ]
 
 
 def test_hot_paths_that_were_not_traced_are_no_pass() -> None:
