@@ -199,6 +199,48 @@ def test_a_folder_that_is_not_there_does_not_stop_the_load(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("there", ["another file", "a link to one", "no text", "folder", "pipe"])
+def test_what_is_no_recording_is_not_written_over(
+    tmp_path: Path, there: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    match there:
+        case "another file":
+            path.write_text('{"schema": "dsv4doctor-report/1"}')
+        case "a link to one":
+            path.symlink_to(tmp_path / "config.json")
+            (tmp_path / "config.json").write_text("{}")
+        case "no text":
+            path.write_bytes(b"\xff\xfe")
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+    before = sorted((one.name, one.lstat().st_ino) for one in tmp_path.iterdir())
+    runner = types.SimpleNamespace(server_args=None)
+    hooks.guarded(hooks.Hooks(str(path)).loaded, runner)
+    assert sorted((one.name, one.lstat().st_ino) for one in tmp_path.iterdir()) == before
+    assert len(caplog.records) == 1
+
+
+def test_a_recording_is_written_anew_behind_its_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "text_of", lambda *given: "recorded in the server, anew")
+    (tmp_path / "link").symlink_to("real.json")
+    for _ in range(2):
+        recording = record.Recording(
+            str(tmp_path / "link"), types.SimpleNamespace(server_args=None)
+        )
+        recording.write()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "recorded in the server, anew"
+    monkeypatch.setattr(record, "text_of", lambda *given: "\udcff")
+    with pytest.raises(UnicodeEncodeError):
+        recording.write()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "real.json"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [

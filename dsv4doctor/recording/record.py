@@ -11,7 +11,7 @@ from typing import Any
 from dsv4doctor.recording.observer import ServerCalls
 from dsv4doctor.recording.once import observe
 from dsv4doctor.recording.plugin import guarded
-from dsv4doctor.recording.report import text_of
+from dsv4doctor.recording.report import RAN, text_of
 from dsv4doctor.trace.worker.windows import (
     DENSE,
     INDEXER,
@@ -31,7 +31,7 @@ class Recording:
     """Layers and paths of this process's models; written anew whenever there is more to say."""
 
     def __init__(self, file: str, runner: Any) -> None:
-        self.path = file_of_rank(file, runner)
+        self.path = replaceable(file_of_rank(file, runner))
         self.server_args = runner.server_args
         self.layers: list[dict[str, Any]] = []
         self.paths: list[dict[str, Any]] = []
@@ -195,7 +195,7 @@ class Recording:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
                 stream.write(text)
             os.replace(temporary, self.path)
-        except OSError:
+        except BaseException:
             os.unlink(temporary)
             raise
 
@@ -214,6 +214,17 @@ def raised(phase: str, error: Exception) -> dict[str, Any]:
     from dsv4doctor.trace.worker.launch import describe_error
 
     return {**describe_error(phase, error), "by_sglang": True}
+
+
+def replaceable(path: Path) -> Path:
+    """`path`, links followed; FileExistsError for what is there and no recording: it would be
+    lost, and /dev/null for everyone."""
+    path = Path(os.path.realpath(path))
+    if os.path.lexists(path):
+        is_ours = path.is_file() and (not path.stat().st_size or RAN in path.read_text("utf-8"))
+        if not is_ours:
+            raise FileExistsError(f"{path} is there, and is no recording: not written over")
+    return path
 
 
 def file_of_rank(file: str, runner: Any) -> Path:
