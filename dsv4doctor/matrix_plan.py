@@ -18,7 +18,7 @@ from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.matrix import FlagSet, flag_sets_to_try
 from dsv4doctor.matrix_run import Model, Plan, Release, cores
 from dsv4doctor.models import ARCHS, Arch, SglangTree
-from dsv4doctor.target import Options, Target, resolve, resolve_tree, traceable
+from dsv4doctor.target import Options, Target, env_pairs, resolve, resolve_tree, traceable
 from dsv4doctor.wheels import default_cache
 
 Download = Callable[[int, "int | None"], None]
@@ -59,13 +59,18 @@ def plan(asked: Asked, download: Download | None = None) -> Plan:
             "no MODEL given", "give checkpoint folders or Hugging Face ids: dsv4doctor matrix MODEL"
         )
     archs = _archs(asked.arch)
-    given = _pairs(asked.env)
-    models = _models(asked.models, {**os.environ, **given})
+    given = env_pairs(asked.env)
+    variables = {**os.environ, **given}
+    models = _models(asked.models, variables)
     sets = _flag_sets(asked, asked.flags, models)
     interpreter = Path(os.path.expanduser(asked.python or sys.executable))
-    stack, own = read_stack(interpreter, {**os.environ, **given})
+    stack, own = read_stack(interpreter, variables) if _takes_installed(asked) else (None, None)
+    releases = _releases(asked.sglang, own, interpreter, (), download)
+    if stack is None:
+        tree = next((release.tree for release in releases if release.tree), None)
+        stack, _ = read_stack(interpreter, variables, against=tree)
     return Plan(
-        releases=_releases(asked.sglang, own, interpreter, (), download),
+        releases=releases,
         archs=archs,
         models=models,
         flag_sets=sets,
@@ -85,16 +90,16 @@ def _of_launch(asked: Asked, download: Download | None) -> Plan:
     listed = None if asked.arch == "auto" else _archs(asked.arch)
     target = _target(asked, listed, download)
     launch = target.launch
+    variables = {**target.environment, **launch.environment}
     own = None
-    if asked.snapshot is None:
-        _, own = read_stack(target.interpreter, target.environment)
+    if asked.snapshot is None and _takes_installed(asked):
+        _, own = read_stack(target.interpreter, variables)
     first = Model(
         target.checkpoint.name,
         target.model_path,
         target.checkpoint,
         launch.model or str(target.model_path),
     )
-    variables = {**target.environment, **launch.environment}
     models = (first, *_models(asked.models[1:], variables, (first,)))
     known = (target.tree,) if asked.snapshot is not None else ()
     return Plan(
@@ -134,6 +139,11 @@ def _target(asked: Asked, listed: tuple[Arch, ...] | None, download: Download | 
     return resolve(options, download)
 
 
+def _takes_installed(asked: Asked) -> bool:
+    """Whether the interpreter's own SGLang is one of the releases; one too old is none else."""
+    return asked.sglang is None or _INSTALLED in _listed(asked.sglang, "--sglang")
+
+
 def _archs(text: str) -> tuple[Arch, ...]:
     if text == "all":
         return tuple(ARCHS.values())
@@ -158,19 +168,6 @@ def _listed(text: str, flag: str) -> list[str]:
     if not names:
         raise UsageError(f"{flag}: nothing in the list", f"write it like {flag} one,other")
     return names
-
-
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for said in texts:
-        name, equals, value = said.partition("=")
-        if not equals or not name.isidentifier() or "\0" in value:
-            raise UsageError(
-                f"--env {name.split()[0] if name.split() else ''}...: not KEY=VALUE",
-                "write it like --env SGLANG_X=1",
-            )
-        found[name] = value
-    return found
 
 
 def _models(

@@ -172,7 +172,7 @@ def resolve_tree(options: Options, download: Download | None = None) -> SglangTr
     interpreter = _interpreter(options, launch, [])
     if options.sglang is not None:
         return _named_tree(options.sglang, interpreter, download)
-    variables = {**environment, **(launch.environment if launch else {}), **_pairs(options.env)}
+    variables = {**environment, **(launch.environment if launch else {}), **env_pairs(options.env)}
     _, tree = read_stack(interpreter, variables)
     return _required(tree, interpreter)
 
@@ -185,7 +185,7 @@ def facts_of_machine(options: Options, download: Download | None = None) -> Snap
     environment = dict(os.environ)
     named = options.launch is not None or options.model is not None or options.flags
     launch = _launch(options, None, environment) if named else None
-    variables = {**environment, **(launch.environment if launch else {}), **_pairs(options.env)}
+    variables = {**environment, **(launch.environment if launch else {}), **env_pairs(options.env)}
     checkpoint = None
     if launch is not None and launch.model is not None:
         path = _model_path(options, launch, environment)
@@ -212,22 +212,22 @@ def facts_of_machine(options: Options, download: Download | None = None) -> Snap
 
 
 def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, str]) -> Launch:
-    pairs = _pairs(options.env)
+    given = env_pairs(options.env)
     if options.launch is not None and options.flags:
         raise UsageError(
             "--launch and SGLang flags after `--` are both given", "give one of the two"
         )
     if options.launch is not None:
         path, line = _script(options.launch)
-        launch = read_script(path, {**environment, **pairs}, line, pairs)
+        launch = read_script(path, {**environment, **given}, line, given)
     elif saved is not None and saved.launch is not None and not options.flags:
         launch = replace(saved.launch, environment=usable_environment(saved.launch.environment))
     else:
         launch = from_arguments(options.model, options.flags, {})
     if options.model is not None:
         launch = replace(launch, model=options.model)
-    environment = {**launch.environment, **pairs}
-    return replace(launch, environment=environment, given=tuple(pairs))
+    environment = {**launch.environment, **given}
+    return replace(launch, environment=environment, given=tuple(given))
 
 
 def _refuse_unknown(launch: Launch) -> None:
@@ -249,11 +249,12 @@ def _script(named: Path) -> tuple[Path, int | None]:
     return named, None
 
 
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
+def env_pairs(texts: Sequence[str]) -> dict[str, str]:
+    """What each --env, a KEY=VALUE, says; UsageError for one that is none."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
+        if not equals or not name.isidentifier() or "\0" in value:
             said = re.split(r"[=\s]", text, maxsplit=1)[0]  # the rest may be a secret
             raise UsageError(f"--env {said}...: not KEY=VALUE", "write it like --env SGLANG_X=1")
         found[name] = value

@@ -15,7 +15,7 @@ import pytest
 
 from dsv4doctor import matrix_run
 from dsv4doctor.cli import run as command
-from dsv4doctor.errors import DoctorError, UndeterminedError
+from dsv4doctor.errors import DoctorError, UndeterminedError, UsageError
 from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.facts.snapshot import take, text_of
 from dsv4doctor.matrix import FlagSet
@@ -318,6 +318,35 @@ def test_a_script_gives_model_flags_and_variables(
     assert made.models[0].given == str(model)
     assert made.flag_sets == (FlagSet("more", ("--tp", "4", "--dp", "2")),)
     assert made.given == {"SGLANG_X": "1", "SGLANG_Y": "2"}
+
+
+def test_the_sglang_that_a_script_has_on_its_path(
+    checkpoint: Checkpoints, small_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path / "cache"))
+    script = _script(tmp_path, checkpoint(_HYBRID, experts=1))
+    script.write_text(f"export PYTHONPATH={small_tree}\n{script.read_text()}")
+    made = make_plan(Asked(launch=str(script), arch="sm_120"))
+    assert [release.name for release in made.releases] == ["9.9.9"]
+
+
+def test_an_old_sglang_in_the_interpreter_is_not_in_the_way(
+    checkpoint: Checkpoints, small_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One from before DeepSeek-V4, where other releases are named."""
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "old" / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "old" / "sglang" / "version.py").write_text('__version__ = "0.4.9"\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "old"))
+    model = checkpoint(_HYBRID, experts=1)
+    named = {"sglang": str(small_tree), "arch": "sm_120"}
+    for asked in (
+        Asked(models=(str(model),), **named),
+        Asked(launch=str(_script(tmp_path, model)), **named),
+    ):
+        assert [release.name for release in make_plan(asked).releases] == ["9.9.9"]
+    with pytest.raises(UsageError, match=r"SGLang 0\.4\.9"):
+        make_plan(Asked(models=(str(model),), arch="sm_120"))
 
 
 def test_a_snapshot_gives_the_gpu_the_packages_and_the_launch(
