@@ -352,6 +352,8 @@ def _expected_line(
 
 def drops_clamp(layer: Layer, call_text: str) -> bool:
     """True when the SwiGLU clamp provably does not reach the layer's kernel."""
+    if layer.clamp_read is False and layer.kernel is not None and layer.error is None:
+        return True
     known = known_kernel(layer, call_text)
     if known is None or known.clamp is None:
         return False

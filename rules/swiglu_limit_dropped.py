@@ -2,7 +2,7 @@
 
 DeepSeek-V4 clamps its gates at `swiglu_limit`.  SGLang's NVFP4 path through FlashInfer's CUTLASS
 MoE passes it from 0.5.21 on; before, and through the older grouped GEMM, plain SwiGLU is computed
-and nothing says so.
+and nothing says so.  So it is with FP8 experts under flashinfer_trtllm before 0.5.20.
 """
 
 from __future__ import annotations
@@ -11,10 +11,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Remedy, Role, Severity, Verdict
+from dsv4doctor.models import (
+    Facts,
+    Finding,
+    Layer,
+    Remedy,
+    Role,
+    Severity,
+    StoredFormat,
+    Verdict,
+)
 from dsv4doctor.rules.common import call_text, described, is_nvfp4_cutlass
 from dsv4doctor.rules.rule import Example, Rule
-from dsv4doctor.rules.samples import CALL_WITH_CLAMP, CALL_WITHOUT_CLAMP, MAIN_NVFP4_CUTLASS, facts
+from dsv4doctor.rules.samples import (
+    CALL_WITH_CLAMP,
+    CALL_WITHOUT_CLAMP,
+    DRAFT_TRTLLM,
+    MAIN_NVFP4_CUTLASS,
+    facts,
+)
 from dsv4doctor.verdicts import drops_clamp
 
 _ELSEWHERE = Remedy(
@@ -23,6 +38,9 @@ _ELSEWHERE = Remedy(
     "flag); in this release the Marlin runner (--moe-runner-backend marlin) applies it."
 )
 _PATCHED = replace(_ELSEWHERE, fix="FIX103")
+_FP8 = Remedy(
+    "Take --moe-runner-backend triton: SGLang's Triton runner applies the clamp to FP8 experts."
+)
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -33,7 +51,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     for layers in fold(facts.trace.layers):
         layer = layers.layer
-        if layer.verdict is not Verdict.RUNS or not drops_clamp(layer, call_text(facts, layer)):
+        works = layer.verdict in (Verdict.RUNS, Verdict.FALLBACK)
+        if not works or not drops_clamp(layer, call_text(facts, layer)):
             continue
         assert layer.kernel is not None
         kernel = layer.kernel.symbol.rpartition(".")[2]
@@ -50,11 +69,19 @@ def check(facts: Facts) -> Iterator[Finding]:
             ),
             evidence=(
                 f"config.json: swiglu_limit {limit:g}",
-                f"the call at {described(site)} does not pass it",
+                f"the call at {described(site)} does not pass it"
+                if layer.clamp_read is not False
+                else f"nothing reads it on the way to the call at {described(site)}",
             ),
             locations=(site,) if site else (),
-            remedy=_PATCHED if is_nvfp4_cutlass(layer) else _ELSEWHERE,
+            remedy=_remedy(layer),
         )
+
+
+def _remedy(layer: Layer) -> Remedy:
+    if layer.stored_format is StoredFormat.FP8_BLOCK:
+        return _FP8
+    return _PATCHED if is_nvfp4_cutlass(layer) else _ELSEWHERE
 
 
 RULE = Rule(
@@ -74,6 +101,11 @@ EXAMPLES = (
     Example(
         "called with it",
         facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITH_CLAMP),
+    ),
+    Example(
+        "a path on which nothing reads it",
+        facts("sm_100", [replace(DRAFT_TRTLLM, clamp_read=False)]),
+        expect=("model.decoder.mlp.experts",),
     ),
     Example(
         "a source that cannot be read proves nothing",

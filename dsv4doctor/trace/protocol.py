@@ -177,6 +177,7 @@ class _Reader:
             verdict=Verdict.UNKNOWN,
             reason=reason,
             error=self.error(error) if error else None,
+            clamp_read=layer.get("clamp_read"),
             weights=layer.get("weights"),  # a recording sees them after they were processed
         )
 

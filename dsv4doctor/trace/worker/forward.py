@@ -5,6 +5,7 @@ import re
 
 import torch
 
+from . import clamp
 from .recorder import RECORDER, location
 from .tensors import Redirect
 
@@ -25,22 +26,39 @@ _HELPER = re.compile(
 
 
 def run_layer(layer):
-    """{"kernel", "why_no_kernel", "error"} of one FusedMoE built on meta tensors."""
-    outcome = {"kernel": None, "why_no_kernel": None, "error": None}
+    """{"kernel", "why_no_kernel", "error", "clamp_read"} of one FusedMoE built on meta tensors."""
+    outcome = {"kernel": None, "why_no_kernel": None, "error": None, "clamp_read": None}
     method = layer.quant_method
     if hasattr(method, "process_weights_after_loading"):
         error, _ = _phase(lambda: method.process_weights_after_loading(layer))
         if error is not None:
             return {**outcome, "error": error, "phase": "weights"}
+    dispatcher = _other_dispatcher()
+    if dispatcher is not None:
+        outcome["why_no_kernel"] = (
+            f"these experts get their tokens from the dispatcher of moe_a2a_backend {dispatcher}, "
+            "in a layout of its own, and no forward through it is traced"
+        )
+        return outcome
     error, calls = _phase(lambda: _apply(layer))
     kernel = first_kernel(calls, finished=error is None)
     outcome["kernel"] = kernel
+    outcome["clamp_read"] = clamp.was_read(layer) if error is None else None
     # After a kernel only SGLang's own word counts: the rest may have broken on a stand-in.
     if error is not None and (kernel is None or sglang_location(error)[1]):
         return {**outcome, "error": error, "phase": "forward"}
     if kernel is None:
         outcome["why_no_kernel"] = "the forward returned without a kernel that is known as MoE"
     return outcome
+
+
+def _other_dispatcher():
+    """The all-to-all backend that hands the tokens over, if one does; a draft has its own."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    backend = get_moe_a2a_backend()
+    name = str(getattr(backend, "value", backend))
+    return None if name == "none" else name
 
 
 def _phase(function):

@@ -250,11 +250,14 @@ def _result(symbol, tensors, torch):
         return 1 << 20
     if name == "get_num_sms":
         return torch.cuda.get_device_properties(0).multi_processor_count
+    if "mk_alignment" in name:  # rows per block of DeepGEMM's grouped products
+        return 128
     if not tensors:
         return None
     if "scale_interleave" in name:  # FlashInfer gives the swizzled scales back flat
         return torch.empty(tensors[0].numel(), dtype=tensors[0].dtype, device="meta")
-    if "packed_ue8m0" in name:  # DeepGEMM packs four exponents into an integer
+    # DeepGEMM packs four exponents into an integer.
+    if "packed_ue8m0" in name or name == "transform_sf_into_required_layout":
         *rows, columns = tensors[0].shape
         return torch.empty(*rows, (columns + 3) // 4, dtype=torch.int32, device="meta")
     return torch.empty_like(tensors[0], device="meta")

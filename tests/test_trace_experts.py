@@ -1,0 +1,74 @@
+"""What becomes of routed experts off the usual paths: another dispatcher, an unread clamp."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tracing import request, traced
+
+from dsv4doctor.models import Arch, Role, SglangTree
+from dsv4doctor.trace.session import trace_launches
+from dsv4doctor.verdicts import drops_clamp
+
+pytestmark = pytest.mark.wheels
+
+SM_100 = Arch(10, 0)
+RUNNER = "--moe-runner-backend"
+A2A = "--moe-a2a-backend"
+
+Tree = Callable[[str], SglangTree]
+Checkpoint = Callable[..., Path]
+
+
+def test_the_clamp_that_nothing_reads(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
+    """FP8 experts under flashinfer_trtllm_routed get it from 0.5.20 on; under triton always."""
+    name, variant = "sgl-project__DeepSeek-V4-Flash-FP8", "model-type-deepseek-v4"
+    fp8 = checkpoint(name, experts=1, variant=variant)
+    launches = [
+        request(sglang_tree(version), fp8, (RUNNER, backend), SM_100)
+        for version in ("0.5.17", "0.5.19", "0.5.20")
+        for backend in ("flashinfer_trtllm_routed", "triton")
+    ]
+    outcomes = [traced(outcome) for outcome in trace_launches(launches, use_cache=False)]
+    layers = [outcome.of(Role.MAIN)[-1] for outcome in outcomes]
+    assert all(layer.kernel is not None for layer in layers)
+    assert [layer.clamp_read for layer in layers] == [False, True, False, True, True, True]
+    assert [drops_clamp(layer, "") for layer in layers] == [True, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "environment"),
+    [
+        ("0.5.23", "deepep", {}),
+        (
+            "0.5.23",
+            "megamoe",
+            {"SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK": "16384"},
+        ),
+    ],
+)
+def test_experts_behind_a_dispatcher_of_their_own_are_unknown(
+    version: str,
+    backend: str,
+    environment: dict[str, str],
+    sglang_tree: Tree,
+    checkpoint: Checkpoint,
+) -> None:
+    """Tokens laid out as without a dispatcher would break there, and say nothing of a server."""
+    stock = checkpoint("deepseek-ai__DeepSeek-V4-Flash", experts=1)
+    launch = request(sglang_tree(version), stock, (A2A, backend), SM_100, environment)
+    outcome = traced(trace_launches([launch], use_cache=False)[0])
+    layer = outcome.of(Role.MAIN)[-1]
+    assert layer.quant_method == "Fp8MoEMethod"
+    assert layer.error is None
+    assert layer.kernel is None
+    assert f"moe_a2a_backend {backend}" in layer.reason
+
+
+def test_deep_gemm_is_followed_past_its_block_size(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    stock = checkpoint("deepseek-ai__DeepSeek-V4-Flash", experts=1)
+    launch = request(sglang_tree("0.5.23"), stock, (RUNNER, "deep_gemm"), SM_100)
+    outcome = traced(trace_launches([launch], use_cache=False)[0])
+    assert outcome.of(Role.MAIN)[-1].kernel is not None
