@@ -467,6 +467,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert not (tmp_path / "decode.sh").exists()
     write(tmp_path, {"prefill.sh": "new"}, force=True)
     assert (tmp_path / "prefill.sh").read_text() == "new"
+    with pytest.raises(UsageError, match="File name too long"):
+        write(tmp_path, {"prefill.sh": "newer", "x" * 300: "new"}, force=True)
+    assert (tmp_path / "prefill.sh").read_text() == "new"  # all or none
+    with pytest.raises(UsageError, match="cannot be written"):
+        write(tmp_path / ("x" * 300), {"prefill.sh": "new"}, force=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "prefill.sh"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +18,15 @@ def check_folder(out: Path, names: tuple[str, ...] = (), force: bool = False) ->
     """UsageError for a folder that cannot be written, before the work is done, for one that
     nothing is written into, and for `names` that are there already without `force`."""
     refuse_place(out, "--out")
-    if out.exists() and not out.is_dir():
+    # not Path.exists: it raises for what we may not look at
+    if os.path.lexists(out) and not os.path.isdir(out):
         raise UsageError(f"--out {out}: not a folder", _HINT)
     holder = out
-    while not holder.exists():
+    while not os.path.exists(holder):
         if holder.parent == holder:
             raise UsageError(f"--out {out}: no such place", _HINT)
         holder = holder.parent
-    if not holder.is_dir() or not can_be_written(str(holder)):
+    if not os.path.isdir(holder) or not can_be_written(str(holder)):
         raise UsageError(f"--out {out}: {holder} cannot be written", _HINT)
     there = [name for name in names if os.path.lexists(out / name)]
     if there and not force:
@@ -37,25 +39,28 @@ def check_folder(out: Path, names: tuple[str, ...] = (), force: bool = False) ->
 def write(out: Path, files: Mapping[str, str], force: bool) -> None:
     """Each file appears whole; scripts may be run.  UsageError where one cannot be written."""
     check_folder(out, tuple(files), force)
+    staged: list[tuple[Path, Path]] = []
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            _place(out / name, text)
+            scratch = out / f".{name}.{os.getpid()}"
+            staged.append((scratch, out / name))
+            _stage(scratch, text, name.endswith(".sh"))
+        for scratch, target in staged:
+            os.replace(scratch, target)
     except OSError as error:
         named = error.filename or out
         raise UsageError(f"{named}: cannot be written ({error.strerror})", _HINT) from error
+    finally:
+        for scratch, _ in staged:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
 
 
-def _place(target: Path, text: str) -> None:
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(scratch, "x", encoding="utf-8") as file:
-            file.write(text)
-            if target.suffix == ".sh":
-                umask = os.umask(0)
-                os.umask(umask)
-                os.chmod(scratch, 0o777 & ~umask)
-        os.replace(scratch, target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+def _stage(scratch: Path, text: str, is_script: bool) -> None:
+    with open(scratch, "x", encoding="utf-8") as file:
+        file.write(text)
+    if is_script:
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(scratch, 0o777 & ~umask)
