@@ -243,6 +243,8 @@ def indexer_logits(
         lengths = lengths.contiguous()
     if weights.stride(1) != 1:
         weights = weights.contiguous()
+    if page_table.stride(1) != 1:
+        page_table = page_table.contiguous()
     major, sms = _device(q.device.index if q.is_cuda else None)
     config = config or config_for(major)
     limit = min(width, page_table.shape[1] * PAGE_TOKENS)
@@ -275,10 +277,10 @@ _ALIGNED = ("q_ptr", "kv_ptr", "w_ptr", "len_ptr", "out_ptr", "stride_qb", "stri
 
 
 def compile_cases(arch: str) -> Sequence[CompileCase]:
-    """The logits kernel for 64 and 32 heads, one and 4096 rows; the tail fill both ways."""
+    """The logits kernel for 32 to 128 heads, 64 and 4096 rows; the tail fill both ways."""
     config = config_for(9 if arch == "sm_90" else 12)
     cases = []
-    for heads, rows in ((64, 64), (64, MAX_ROWS), (32, 64)):
+    for heads, rows in ((64, 64), (64, MAX_ROWS), (32, 64), (128, MAX_ROWS)):
         constexprs = {
             "HEADS": heads, "HEADS_PAD": heads, "ROWS_PAD": rows, "BLOCK_T": config.block_t,
             "NOTE_FILLED": True,

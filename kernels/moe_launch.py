@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from dsv4doctor.kernels.grouped_gemm import (
     _route_kernel,
     _sum_kernel,
 )
-from dsv4doctor.kernels.registry import CompileCase
 
 COLUMNS = 1024
 """int64 words that one program of the routing launch reorders."""
@@ -84,11 +84,22 @@ PLANS: Mapping[str, Sequence[tuple[float, Plan]]] = {
 }
 PLANS_OF_ARCH = {"sm_90": "sm_90", "sm_120": "sm_120", "sm_121": "sm_120"}
 
+OWN = 16
+"""Pairs that one program of the routing launch places where each counts all of them itself."""
 
-def plans_for(device: torch.device) -> Sequence[tuple[float, Plan]]:
-    """The plans of the GPU at `device`; of the interpreter for "cpu".  UsageError if none."""
+OWN_COUNTED = {"sm_90": 64, "sm_120": 32, "interpreter": 32}
+"""The same behind a count.  64 against the 512 bins of 256 experts spill on sm_120 (41 local loads
+in the code); 32 take 128 registers there."""
+
+
+@functools.cache
+def _plans_name(device: torch.device) -> str:
+    """Which of `PLANS` is for the GPU at `device`; the interpreter's for "cpu".
+
+    Raises UsageError for a GPU that none was made for.
+    """
     if device.type == "cpu":
-        return PLANS["interpreter"]
+        return "interpreter"
     major, minor = torch.cuda.get_device_capability(device)
     name = PLANS_OF_ARCH.get(f"sm_{major}{minor}")
     if name is None:
@@ -96,7 +107,12 @@ def plans_for(device: torch.device) -> Sequence[tuple[float, Plan]]:
             f"routed experts: no configuration for sm_{major}{minor}",
             f"these kernels are built for {', '.join(PLANS_OF_ARCH)}",
         )
-    return PLANS[name]
+    return name
+
+
+def plans_for(device: torch.device) -> Sequence[tuple[float, Plan]]:
+    """The plans of the GPU at `device`; of the interpreter for "cpu".  UsageError if none."""
+    return PLANS[_plans_name(device)]
 
 
 def choose(plans: Sequence[tuple[float, Plan]], pairs: int, experts: int) -> Plan:
@@ -192,6 +208,8 @@ def run_experts(
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _expect("out", out, (tokens, experts.hidden), (torch.bfloat16,), contiguous=False)
+    if out.stride(1) != 1:
+        raise ValueError(f"out has rows with a stride of {out.stride(1)}, wanted 1")
     if tokens == 0:
         return out
     if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 8:
@@ -242,7 +260,7 @@ def _route(
             topk_ids, counts, count, offset, experts.count, CHUNK=CHUNK, BINS=bins,
             num_warps=4, **_early(x, count, False),
         )  # fmt: skip
-    own = 64 if chunks else 16
+    own = OWN_COUNTED[_plans_name(x.device)] if chunks else OWN
     place = triton.cdiv(count, own)
     blocks = triton.cdiv(hidden // 4, COLUMNS)
     _route_kernel[(place + tokens * blocks,)](
@@ -279,7 +297,7 @@ def _product(
         x, w.view(torch.int16), scale.view(torch.uint8), factor, out,
         routing.pairs, routing.tile_expert, routing.tile_rows,
         rows, k // 32, units, topk, limit or 0.0, E4M3_UNLIFT if experts.group == 16 else 1.0,
-        **options, **_blocks(config, k), ASM=x.is_cuda,
+        **options, **block_options(config, k), ASM=x.is_cuda,
         num_warps=config.num_warps, num_stages=config.num_stages, **_early(x, out.shape[0], True),
     )  # fmt: skip
 
@@ -298,7 +316,8 @@ def product_options(
     }
 
 
-def _blocks(config: Config, k: int) -> dict[str, Any]:
+def block_options(config: Config, k: int) -> dict[str, Any]:
+    """The compile-time choices that follow from the configuration."""
     return {
         "EVEN_K": k % config.block_k == 0,
         "BLOCK_N": config.block_n,
@@ -306,69 +325,3 @@ def _blocks(config: Config, k: int) -> dict[str, Any]:
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
     }
-
-
-_POINTERS = {
-    "x_ptr": "*bf16",
-    "w_ptr": "*i16",
-    "scale_ptr": "*u8",
-    "global_ptr": "*fp32",
-    "out_ptr": "*bf16",
-    "pairs_ptr": "*i32",
-    "tile_expert_ptr": "*i32",
-    "tile_rows_ptr": "*i32",
-}
-_SCALARS = {"rows": "i32", "k_groups": "i32", "scale_units": "i32", "topk": "i32"} | {
-    "limit": "fp32",
-    "unlift": "fp32",
-}
-
-
-def compile_cases(group: int, arch: str) -> list[CompileCase]:
-    """Both products in every configuration that a launch on `arch` can choose.
-
-    Full blocks of K; and ragged ones, which need no less of anything but time.
-    """
-    name = PLANS_OF_ARCH.get(arch)
-    plans = [plan for _, plan in PLANS[name]] if name else []
-    cases: dict[str, CompileCase] = {}
-    for plan in plans:
-        narrow = [(True, plan.gate_up_narrow)] if plan.gate_up_narrow else []
-        for gated, config in ((True, plan.gate_up), *narrow, (False, plan.down)):
-            for small in (False, True) if group == 32 else (False,):
-                for k in (config.block_k * 16, config.block_k * 16 + 32):
-                    case = _compile_case(group, gated, small, k, config)
-                    cases[case.name] = case
-    return list(cases.values())
-
-
-def _compile_case(group: int, gated: bool, small: bool, k: int, config: Config) -> CompileCase:
-    options = product_options(group, gated, gated, small, k)
-    ragged = k % config.block_k != 0
-    config = config.fitting(options["WIDE"], k)
-    constexprs = {
-        **options,
-        **_blocks(config, k),
-        "ASM": True,
-        "PDL": True,
-    }
-    signature = {**_POINTERS, **_SCALARS, **dict.fromkeys(constexprs, "constexpr")}
-    aligned = ["x_ptr", "w_ptr", "scale_ptr", "out_ptr", "pairs_ptr", "rows"]
-    if k % 512 == 0:
-        aligned.append("k_groups")
-    parts = [
-        "gate_up" if gated else "down",
-        f"n{config.block_n}t{config.block_t}k{config.block_k}w{config.num_warps}s{config.num_stages}",
-        *(["small_scales"] if small else []),
-        *(["ragged_k"] if ragged else []),
-    ]
-    return CompileCase(
-        name="-".join(parts),
-        kernel=_product_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        aligned=tuple(aligned),
-        options={"launch_pdl": True},
-    )

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dsv4doctor.kernels import moe_cases, moe_launch
+from dsv4doctor.kernels import moe_cases, moe_compile, moe_launch
 from dsv4doctor.kernels.registry import BenchCase, Check, CompileCase, KernelMeta
 
 META = KernelMeta(
@@ -57,7 +57,8 @@ def mxfp4_moe(
 
     An id outside expert_offset .. expert_offset + E - 1 (-1, say) contributes nothing.  A token
     may name an expert twice.  `small_scales` is the caller's word that no scale byte is above
-    128 (2.0); it saves an instruction per pair of weights.  `out`: where to write, [T, H].
+    128 (2.0); it saves an instruction per pair of weights.  `out`: where to write,
+    [T, H], rows contiguous.
 
     Reads the ids on the device only and allocates by shapes, so it can be captured in a CUDA
     graph.  Raises ValueError naming the tensor that does not fit, UsageError on a GPU it has no
@@ -71,7 +72,7 @@ def mxfp4_moe(
 
 
 def compile_cases(arch: str) -> Sequence[CompileCase]:
-    return moe_launch.compile_cases(32, arch)
+    return moe_compile.compile_cases(32, arch)
 
 
 def checks(device: str) -> Sequence[Check]:

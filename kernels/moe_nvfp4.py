@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dsv4doctor.kernels import moe_cases, moe_launch
+from dsv4doctor.kernels import moe_cases, moe_compile, moe_launch
 from dsv4doctor.kernels.registry import BenchCase, Check, CompileCase, KernelMeta
 
 META = KernelMeta(
@@ -53,7 +53,7 @@ def nvfp4_moe(
 
 
 def compile_cases(arch: str) -> Sequence[CompileCase]:
-    return moe_launch.compile_cases(16, arch)
+    return moe_compile.compile_cases(16, arch)
 
 
 def checks(device: str) -> Sequence[Check]:

@@ -81,6 +81,15 @@ def test_lengths_beyond_the_table_or_the_width_are_cut(device):
     assert narrow.isfinite().all()
 
 
+def test_a_page_table_whose_columns_are_apart(device):
+    q, cache, weights, lengths, table, width = inputs(device)
+    apart = table.repeat_interleave(2, 1)[:, ::2]
+    assert apart.stride(1) == 2
+    out = kernel.indexer_logits(q, cache, weights, lengths, apart, width)
+    want = reference.indexer_logits(q, cache, weights, lengths, table, width)
+    assert relative_error(out, want) < BAR
+
+
 def test_a_given_tensor_is_written_whole(device):
     given = inputs(device)
     out = torch.full((3, 320), math.nan, device=device)

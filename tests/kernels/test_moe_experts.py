@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4doctor.kernels import moe_cases, moe_launch
+from dsv4doctor.kernels import moe_cases, moe_compile, moe_launch
 from dsv4doctor.kernels.moe_cases import Layer
 from dsv4doctor.kernels.moe_mxfp4 import mxfp4_moe
 from dsv4doctor.kernels.moe_nvfp4 import nvfp4_moe
@@ -165,13 +165,32 @@ def test_a_captured_call_follows_its_inputs(group, device):
 @both
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120", "sm_121"])
 def test_each_configuration_is_compiled_once(group, arch):
-    names = [case.name for case in moe_launch.compile_cases(group, arch)]
+    names = [case.name for case in moe_compile.compile_cases(group, arch)]
     assert names
     assert len(names) == len(set(names))
 
 
+def test_every_launch_of_a_call_is_compiled():
+    """The routing places as many pairs as are offered on the arch, and no more."""
+    kernels = {case.kernel for case in moe_compile.compile_cases(32, "sm_120")}
+    assert {k.__name__ for k in kernels} == {
+        "_count_kernel", "_route_kernel", "_product_kernel", "_sum_kernel",
+    }  # fmt: skip
+    for arch, own in (("sm_90", 64), ("sm_120", 32), ("sm_121", 32)):
+        cases = moe_compile.compile_cases(32, arch)
+        owns = [case.constexprs["OWN"] for case in cases if case.constexprs.get("COUNTED")]
+        assert owns == [own]
+
+
+def test_an_output_whose_rows_are_apart_is_refused(device):
+    case = Case(device, 32)
+    out = torch.empty(case.x.shape[::-1], dtype=torch.bfloat16, device=device).T
+    with pytest.raises(ValueError, match="stride of 9"):
+        mxfp4_moe(case.x, *case.tensors(), case.ids, case.weights, out=out)
+
+
 def test_no_configuration_for_an_unknown_arch():
-    assert moe_launch.compile_cases(32, "sm_100") == []
+    assert moe_compile.compile_cases(32, "sm_100") == []
 
 
 @pytest.mark.parametrize(
