@@ -1,6 +1,7 @@
 """What becomes of routed experts off the usual paths: another dispatcher, an unread clamp."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,19 @@ def test_deep_gemm_is_followed_past_its_block_size(
     launch = request(sglang_tree("0.5.23"), stock, (RUNNER, "deep_gemm"), SM_100)
     outcome = traced(trace_launches([launch], use_cache=False)[0])
     assert outcome.of(Role.MAIN)[-1].kernel is not None
+
+
+def test_a_package_that_only_the_borrowed_environment_lacks_is_no_failure(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """0.5.17 does not require DeepEP, and its serving images hold it."""
+    stock = checkpoint("deepseek-ai__DeepSeek-V4-Flash", experts=1)
+    launch = request(sglang_tree("0.5.17"), stock, (A2A, "deepep"), SM_100)
+    outcome = traced(trace_launches([launch], use_cache=False)[0])
+    assert outcome.errors == ()
+    [reason] = outcome.unresolved
+    assert "DeepEP is not installed" in reason
+    assert "the Python that traced lacks it" in reason
+    own = replace(launch, tree=SglangTree(launch.tree.root, "0.5.17", "installed"))
+    [error] = traced(trace_launches([own], use_cache=False)[0]).errors
+    assert error.type == "ImportError"

@@ -84,6 +84,8 @@ def artefact(error: dict[str, Any]) -> str:
     """One sentence on an exception that SGLang's own code did not raise."""
     where = error["innermost"] or "unknown code"
     message = error["message"].splitlines()[0][:200] if error["message"] else "no message"
+    if error["type"] in ("ImportError", "ModuleNotFoundError"):
+        return f"{error['type']}: {message} (the Python that traced lacks it; the server's may not)"
     return (
         f"{error['type']}: {message} (raised in {Path(where).name}, outside SGLang, "
         "so it may be the trace's own doing)"

@@ -9,6 +9,7 @@ from . import clamp
 from .recorder import RECORDER, location
 from .tensors import Redirect
 
+BORROWED = False  # whether the interpreter is another one than the server's
 TOKENS = 8  # a decode batch; the choices that hang on the token count are made for this one
 
 _KERNEL = re.compile(
@@ -134,12 +135,18 @@ def sglang_location(error):
     filename = innermost.tb_frame.f_code.co_filename
     statement = linecache.getline(filename, innermost.tb_lineno).strip()
     own = inside is innermost and (
-        statement.startswith("raise")
+        (statement.startswith("raise") and not _is_missing_here(error))
         or isinstance(error, AssertionError)  # an assert fails in its own frame
         or (isinstance(error, ImportError) and (error.name or "").startswith("sglang."))
         or _lacks_attribute(error, innermost.tb_frame, statement)
     )
     return where, own, filename
+
+
+def _is_missing_here(error):
+    """True for a package that only the environment which is borrowed for the trace may lack."""
+    ours = (getattr(error, "name", None) or "").startswith("sglang")
+    return BORROWED and isinstance(error, ImportError) and not ours
 
 
 _OF_A_LAYER = {"FusedMoE", "QuantizeMethodBase", "QuantizationConfig"}

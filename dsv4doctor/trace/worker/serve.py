@@ -209,8 +209,10 @@ class Worker:
         ]
 
     def _child(self, job, write):
+        from . import forward
         from .launch import trace_launch
 
+        forward.BORROWED = not self.request["serving"]
         with os.fdopen(write, "w") as pipe:
             try:
                 result = trace_launch(job, self._phase)
