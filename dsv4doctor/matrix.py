@@ -5,6 +5,7 @@ Pure: traces that are judged come in, cells and a ranking go out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,11 @@ class Matrix:
 
     def at(self, key: Key) -> Cell | None:
         """None: it was not reached before the end."""
-        return next((cell for cell in self.cells if cell.key == key), None)
+        return self._by_key.get(key)
+
+    @functools.cached_property
+    def _by_key(self) -> dict[Key, Cell]:
+        return {cell.key: cell for cell in self.cells}
 
 
 # ------------------------------------------------------------------------------ cells

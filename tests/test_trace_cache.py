@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tracing import BOTH_TRITON, EAGLE, changed_tree, request
 
+from dsv4doctor.errors import UndeterminedError
 from dsv4doctor.models import Arch, SglangTree
 from dsv4doctor.trace import cache, session
-from dsv4doctor.trace.session import trace_launch
+from dsv4doctor.trace.session import trace_launch, trace_launches
 
 pytestmark = pytest.mark.wheels
 
@@ -68,6 +69,19 @@ def test_every_input_is_in_the_key(tree: SglangTree, model: Path) -> None:
     keys = {cache.key(one) for one in [asked, *variants]}
     assert len(keys) == 1 + len(variants)
     assert cache.key(replace(asked, environment={"UNRELATED": "1"})) == cache.key(asked)
+
+
+def test_a_tree_is_hashed_once_for_all_launches(
+    tree: SglangTree, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix asks for dozens on one tree, and looking at its files takes longer than the rest."""
+    looked: list[Path] = []
+    monkeypatch.setattr(cache, "content_hash", lambda folder: looked.append(folder) or "same")
+    monkeypatch.setattr(
+        session, "_run_group", lambda asked, *_: [UndeterminedError("no")] * len(asked)
+    )
+    trace_launches([request(tree, model, flags) for flags in (EAGLE, (), BOTH_TRITON)])
+    assert len(looked) == len(set(looked))
 
 
 def test_the_packages_of_a_systems_python(tmp_path: Path) -> None:

@@ -36,13 +36,23 @@ def folder() -> Path:
     return default_cache()
 
 
-def key(request: TraceRequest) -> str:
-    """sha256 over everything that a trace depends on."""
+def key(request: TraceRequest, hashes: dict[Path, str] | None = None) -> str:
+    """sha256 over everything that a trace depends on.
+
+    `hashes` keeps those of the folders, for the keys of requests that are traced together.
+    """
+    kept: dict[Path, str] = {} if hashes is None else hashes
+
+    def content(folder: Path) -> str:
+        if folder not in kept:
+            kept[folder] = content_hash(folder)
+        return kept[folder]
+
     described = {
         "tool": __version__,
-        "worker": content_hash(Path(__file__).parent),
-        "kernels": content_hash(Path(__file__).parent.parent / "kernels"),
-        "tree": content_hash(Path(request.tree.root) / "sglang"),
+        "worker": content(Path(__file__).parent),
+        "kernels": content(Path(__file__).parent.parent / "kernels"),
+        "tree": content(Path(request.tree.root) / "sglang"),
         "version": request.tree.version,
         "metadata": metadata_text(request.tree),
         "checkpoint": request.checkpoint.content_key,

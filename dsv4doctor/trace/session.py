@@ -126,9 +126,10 @@ def trace_launches(
     """
     outcomes: dict[int, Trace | DoctorError] = {}
     keys: dict[int, str] = {}
+    hashes: dict[Path, str] = {}
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        keys[index] = cache.key(request) if use_cache else ""
+        keys[index] = cache.key(request, hashes) if use_cache else ""
         known = cache.load(keys[index], request.tree) if use_cache else None
         if known is not None:
             outcomes[index] = known
@@ -147,7 +148,8 @@ def trace_launches(
             if use_cache and isinstance(result, Trace) and not _is_doubtful(result):
                 cache.store(keys[index], result)
                 if requests[index].modules:  # that they import changes nothing else
-                    cache.store(cache.key(replace(requests[index], modules=())), result)
+                    bare = replace(requests[index], modules=())
+                    cache.store(cache.key(bare, hashes), result)
     return [outcomes[index] for index in range(len(requests))]
 
 
