@@ -58,6 +58,17 @@ def test_what_does_not_run_is_replaced(proved: Callable[[str, str, Ask], Proof])
     assert any(patch.startswith("FIX102, ") for patch in proof.plan.patches)
 
 
+def test_a_switch_that_another_hot_path_needs_is_set(
+    proved: Callable[[str, str, Ask], Proof],
+) -> None:
+    """SGLang would read prompts with a kernel for SM90 and SM100 alone."""
+    proof = proved(FLASH, "0.5.15.post1", Ask(False, gpus="0-3"))
+    assert proof.exit_code == 0
+    shared = {one.name: one.values for one in proof.plan.shared}
+    assert shared["SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"] == ("0",)
+    assert not any(finding.severity is Severity.ERROR for finding in proof.findings)
+
+
 def test_the_other_side_changes_alike(checkpoint: Builder, sglang_tree: Trees) -> None:
     ask = Ask(True, speculative="auto")
     on = standing(checkpoint(FLASH, experts=1), sglang_tree("0.5.23"), ask)
