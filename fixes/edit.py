@@ -228,11 +228,6 @@ def in_place(new: str, newline: str = "\n") -> Edit:
     return edit
 
 
-def expression(new: str) -> Edit:
-    """`new` instead of the expression that is edited."""
-    return lambda node: cst.parse_expression(new)
-
-
 def from_ours(fix: str, module: str, name: str) -> str:
     """Statements that import `name` from our adapter, and say what to run where it is gone."""
     return f"""\

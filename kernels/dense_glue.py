@@ -24,10 +24,7 @@ from dsv4doctor.kernels.registry import BenchCase, Check, CompileCase, KernelMet
 META = KernelMeta(
     name="dense_glue",
     title="mHC pre linear and indexer bmm on bf16 tensor cores",
-    replaces=(
-        "sglang.kernels.ops.layernorm.mhc.hc_mix_stats",
-        "sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",
-    ),
+    replaces=("sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer.hc_pre",),
     error_bar=1e-4,
     archs=("sm_90", "sm_120", "sm_121"),
 )

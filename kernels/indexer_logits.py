@@ -211,7 +211,6 @@ def indexer_logits(
     width: int,
     *,
     out: torch.Tensor | LogitsBuffer | None = None,
-    fill_tail: bool = True,
     config: Config | None = None,
 ) -> torch.Tensor:
     """Scores of the cached tokens for each query row, float32 [rows, width].
@@ -223,9 +222,7 @@ def indexer_logits(
 
     The tail of a row, from its length on:
     - `out` a LogitsBuffer: -inf, restored only where the previous call wrote scores;
-    - `fill_tail` (the default): -inf, written to the end of the row each time, whose cost grows
-      with the width;
-    - `fill_tail=False`: left as it is, for a consumer that reads no further than the lengths.
+    - else -inf, written to the end of the row each time, whose cost grows with the width.
 
     `out` a tensor is written and returned.  Safe to capture in a CUDA graph and to replay with
     other contents.  Raises ValueError for shapes or types that it does not take.
@@ -248,7 +245,7 @@ def indexer_logits(
     major, sms = _device(q.device.index if q.is_cuda else None)
     config = config or config_for(major)
     limit = min(width, page_table.shape[1] * PAGE_TOKENS)
-    if rows and (fill_tail or filled is not None):
+    if rows:
         _fill_kernel[(rows, max(1, 8 * sms // rows))](
             lengths, filled if filled is not None else lengths, out, limit, width, out.stride(0),
             HAS_UPTO=filled is not None, BLOCK=_FILL_BLOCK, num_warps=8,

@@ -90,13 +90,13 @@ def dense_weights(experts: Experts, index: slice) -> tuple[torch.Tensor, torch.T
 
 def reference_output(
     x: torch.Tensor, experts: Experts, ids: torch.Tensor, weights: torch.Tensor,
-    limit: float | None, factor: float = 1.0,
+    limit: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """The float32 result, a few experts at a time to bound the memory."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for first in range(0, experts.count, 16):
         w13, w2 = dense_weights(experts, slice(first, first + 16))
-        out += reference.experts(x, w13, w2, ids, weights, limit, first, factor)
+        out += reference.experts(x, w13, w2, ids, weights, limit, first)
     return out
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 Call = Callable[[], Any]
 
+GRAPH_US, GRAPH_CALLS = 2000.0, 256
 
-def graph_median_us(
-    fn: Call | Sequence[Call], repeats: int = 30, target_us: float = 2000.0, max_calls: int = 256
-) -> float:
+
+def graph_median_us(fn: Call | Sequence[Call], repeats: int = 30) -> float:
     """Median microseconds of one call of `fn`, over `repeats` replays of a CUDA graph.
 
-    One graph holds enough calls to take about `target_us` (at most `max_calls`, at least one of
+    One graph holds enough calls to take about `GRAPH_US` (at most `GRAPH_CALLS`, at least one of
     each), so that the cost of starting a graph does not count.  Several functions are called in
     turn and stand for the same work on different inputs: give as many as it takes for their
     inputs to exceed the L2 cache.  `fn` must be safe to capture: no host synchronisation.
@@ -28,7 +28,7 @@ def graph_median_us(
     first = _capture(calls, rounds=1)
     estimate = statistics.median(_replay_us(first, 5)) / len(calls)
     del first
-    wanted = min(max_calls, target_us / max(estimate, 0.5))
+    wanted = min(GRAPH_CALLS, GRAPH_US / max(estimate, 0.5))
     rounds = max(1, int(wanted) // len(calls))
     graph = _capture(calls, rounds)
     _replay_us(graph, 3)

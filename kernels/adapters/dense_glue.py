@@ -16,15 +16,6 @@ def _check(device: torch.device) -> None:
         _allowed.add(device)
 
 
-def hc_mix_stats(x_flat: torch.Tensor, hc_fn: torch.Tensor, eps: float) -> torch.Tensor:
-    """The function of that name in `kernels/ops/layernorm/mhc.py` (0.5.23), for bf16 x_flat.
-
-    x_flat [rows, K] bf16, hc_fn [mixes, K] float32; returns float32 [rows, mixes].
-    """
-    _check(x_flat.device)
-    return hc_mix(x_flat, hc_fn, eps)
-
-
 def hc_pre_torch_impl(
     x: torch.Tensor, hc_fn: torch.Tensor, rms_norm_eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,12 +5,11 @@ Stands in for the function of that name in `srt/layers/attention/dsv4/indexer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dsv4doctor.kernels.indexer_logits import LogitsBuffer, indexer_logits
+from dsv4doctor.kernels.indexer_logits import indexer_logits
 from dsv4doctor.kernels.verify import require_stamp
 
 _allowed: set[torch.device] = set()
@@ -25,17 +24,13 @@ def fp8_paged_mqa_logits_torch_sm120(
     deep_gemm_metadata: Any,
     max_seq_len: int,
     clean_logits: bool = True,
-    *,
-    out: torch.Tensor | LogitsBuffer | None = None,
 ) -> torch.Tensor:
     """Logits float32 [batch, max_seq_len], -inf from each row's length on, in a new tensor.
 
     q_fp8 [batch, 1, heads, 128] E4M3; kvcache_fp8 [pages, 64, 1, 132] bytes; weight
     [batch, heads]; seq_lens [batch] or [batch, 1]; page_table [batch, pages] int32.
     `deep_gemm_metadata` and `clean_logits` change nothing: the tail is -inf either way, as
-    upstream's is.  `out`, ours alone: a kept `LogitsBuffer`, whose call writes no more of the
-    tail than the call before it filled.  Raises UnverifiedKernelError on a GPU where the kernel
-    was not verified.
+    upstream's is.  Raises UnverifiedKernelError on a GPU where the kernel was not verified.
     """
     if q_fp8.device not in _allowed:
         require_stamp("indexer_logits", str(q_fp8.device))
@@ -43,22 +38,5 @@ def fp8_paged_mqa_logits_torch_sm120(
     batch = q_fp8.shape[0]
     table = page_table if page_table.dtype == torch.int32 else page_table.int()
     return indexer_logits(
-        q_fp8[:, 0], kvcache_fp8, weight, seq_lens.reshape(batch), table, max_seq_len, out=out
+        q_fp8[:, 0], kvcache_fp8, weight, seq_lens.reshape(batch), table, max_seq_len
     )
-
-
-def with_kept_buffer(
-    rows: int, max_seq_len: int, device: torch.device | str
-) -> Callable[..., torch.Tensor]:
-    """The same function writing into one buffer, for up to `rows` query rows.
-
-    Each call overwrites what the last one returned, which is what SGLang's top-k selection
-    allows: it reads the logits before the next layer computes its own.  All calls have to be on
-    one stream, and with this `max_seq_len`; the buffer has to be made outside a graph capture.
-    """
-    buffer = LogitsBuffer.empty(rows, max_seq_len, device)
-
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return fp8_paged_mqa_logits_torch_sm120(*args, **kwargs, out=buffer)
-
-    return call

@@ -20,7 +20,7 @@ def _rows(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
     """int32 [count, k] of index lists [batch, queries, k] or [batch, k]."""
     if tensor is None:
         return None
-    flat = tensor.reshape(count, -1)
+    flat = tensor.reshape(count, tensor.shape[-1])
     return flat if flat.dtype == torch.int32 else flat.int()
 
 
@@ -60,7 +60,7 @@ def flash_mla_with_kvcache_sm120(**kwargs: Any) -> tuple[torch.Tensor, torch.Ten
         extra_cache=kwargs.get("extra_k_cache"),
         extra_indices=_rows(kwargs.get("extra_indices_in_kvcache"), count),
         extra_lengths=_lengths(kwargs.get("extra_topk_length"), batch, queries),
-        sink=None if sink is None else sink.float(),
+        sink=None if sink is None else sink.float().contiguous(),
         scale=dim**-0.5 if scale is None else scale,
     )
     out = out.view(batch, queries, heads, dim)[..., : kwargs["head_dim_v"]]

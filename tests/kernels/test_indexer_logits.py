@@ -97,14 +97,6 @@ def test_a_given_tensor_is_written_whole(device):
     assert relative_error(out, reference.indexer_logits(*given)) < BAR
 
 
-def test_without_fill_the_tail_is_left(device):
-    given = inputs(device)
-    out = torch.full((3, 320), 7.0, device=device)
-    kernel.indexer_logits(*given, out=out, fill_tail=False)
-    want = reference.indexer_logits(*given)
-    assert relative_error(out, torch.where(want == -math.inf, 7.0, want)) < BAR
-
-
 def test_a_kept_buffer_forgets_the_previous_call(device):
     buffer = kernel.LogitsBuffer.empty(4, 320, device)
     for seed, lengths in enumerate([(320, 320, 320), (0, 70, 319), (100, 0, 1), (320, 5, 0)]):
