@@ -192,6 +192,17 @@ def test_a_layer_that_gets_another_method_than_the_plan_said() -> None:
     )
 
 
+def test_a_method_that_calls_its_kernel_without_a_runner() -> None:
+    """So does SGLang's NVFP4 method on CUTLASS."""
+    assert DRAFT_FIXED.quant_method is not None
+    aim = Aim(Role.DRAFT, "cutlass", DRAFT_FIXED.quant_method, runner="flashinfer_cutlass")
+    bare = _with(*MAIN, replace(DRAFT_FIXED, runner_backend=None))
+    assert compare(BEFORE, bare, [DRAFT], {"FIX901": (aim, (DRAFT_FIXED.name,))}).problems == ()
+    other = replace(aim, method="Other")
+    (said,) = compare(BEFORE, bare, [DRAFT], {"FIX901": (other, (DRAFT_FIXED.name,))}).problems
+    assert said.endswith("planned was Other/flashinfer_cutlass")
+
+
 def test_nothing_built_is_nothing_proved() -> None:
     """SGLang stops with the same error before and after."""
     stopped = replace(TRACE, layers=(), errors=(_error("arguments", "no such flag"),))
