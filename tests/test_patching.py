@@ -443,6 +443,20 @@ def test_status_says_what_a_server_stops_for(sglang_tree: Tree, tmp_path: Path) 
 
 
 @pytest.mark.wheels
+def test_what_stays_says_when_it_now_leads_to_our_kernel(sglang_tree: Tree, tmp_path: Path) -> None:
+    """FIX102 without FIX103 makes "auto" the Triton method, which stops without its stamp."""
+    files = dict.fromkeys(file for fix in ALL for file in fix.files)
+    tree = part_of(sglang_tree("0.5.18"), tmp_path / "tree", files)
+    wanted = job(tree, tmp_path / "state", insisting(), only=("FIX102", "FIX103"))
+    work.apply(wanted)
+    outcome = restore.revert(wanted.store, wanted.fixes, Asked(only=("FIX103",)))
+    assert "still in: FIX102" in outcome.said
+    (note,) = outcome.notes
+    assert "kernels verify --only moe_nvfp4` was run on the serving machine" in note
+    assert restore.revert(wanted.store, wanted.fixes, Asked()).notes == ()
+
+
+@pytest.mark.wheels
 def test_through_a_link_out_of_the_tree(tree: SglangTree, state: Path, tmp_path: Path) -> None:
     layers = Path(tree.root) / "sglang/srt/layers"
     layers.rename(tmp_path / "elsewhere")

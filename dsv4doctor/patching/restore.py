@@ -44,6 +44,8 @@ def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
         changes = changes_of(seen, planned)
         refuse_unwritable(store, list(changes))
         journal = write(store, seen, planned, "revert")
+    # What stays is written anew, and may now lead to a kernel of ours.
+    stops = verifying.of_tree(Path(store.tree.root), fixes) if kept else []
     gone = ", ".join(one.id for one in held if one not in kept)
     rest = ", ".join(one.id for one in kept)
     said = f"{gone} taken back" + (f"; still in: {rest}" if rest else ", the tree is as it was")
@@ -54,7 +56,7 @@ def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
         said,
         changes=changes,
         journal=journal,
-        notes=(*seen.notes, *notes),
+        notes=(*seen.notes, *notes, *stops),
     )
 
 
