@@ -110,7 +110,8 @@ def _problem(trace: Trace, texts: Mapping[str, str], has_clamp: bool) -> str | N
             return _trouble(layer)
         if has_clamp and drops_clamp(layer, text_at(texts, layer)):
             return "drops swiglu_limit"
-    return None
+    failing = next(iter(trace.failing_paths), None)
+    return f"{failing.role.value} {failing.name}: {failing.reason}" if failing else None
 
 
 def _trouble(layer: Layer) -> str:

@@ -208,7 +208,9 @@ def _alternatives(
         return ()
     if progress is not None:
         progress("tracing what else could run")
-    plain = replace(request, with_path=False, with_paths=False)
+    # What stopped before its hot paths says nothing of them.
+    with_paths = request.with_paths and not trace.paths
+    plain = replace(request, with_path=False, with_paths=with_paths)
     requests = [
         replace(plain, launch=replace(request.launch, flags=option.flags)) for option in options
     ]

@@ -212,6 +212,8 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
         sentences.append("Without the --speculative-* flags there is no draft model to fail.")
     if _is_hybrid(facts):
         sentences.append(_original(facts))
+    if working and facts.trace is not None and facts.trace.failing_paths:
+        sentences.append("That is about the routed experts: DSV209 has to be mended as well.")
     if not sentences:
         sentences.append(_CHANGE if layer is None or layer.error is not None else _ANOTHER)
     changes_to_make = [launch_change(facts, option.flags) for option in working]
@@ -243,8 +245,7 @@ def _fix_for(facts: Facts, layer: Layer | None) -> str | None:
 
 _PATCH_ONLY = (
     "No flag changes the draft's method: to keep speculative decoding, SGLang has to be patched "
-    "to return Mxfp4FlashinferCutlassMoEMethod there (sgl-project/sglang pull request 40173), "
-    "which `dsv4doctor fix` does. "
+    "to return Mxfp4FlashinferCutlassMoEMethod there (sgl-project/sglang pull request 40173). "
     "That method serves sm_12x from SGLang 0.5.16 on; before, it is made for SM90, and "
     "Mxfp4MarlinMoEMethod is what is left."
 )

@@ -8,6 +8,7 @@ from dsv4doctor.alternatives import Candidate, candidates, outcome, without, wit
 from dsv4doctor.audit import _left, judged
 from dsv4doctor.errors import UndeterminedError
 from dsv4doctor.models import Alternative, Layer, SglangError, StoredFormat, Trace, Verdict
+from dsv4doctor.rules import hot_path_fails
 from dsv4doctor.rules.common import way_out
 from dsv4doctor.rules.samples import (
     CALL_WITHOUT_CLAMP,
@@ -33,6 +34,19 @@ def _trace(*layers: Layer) -> Trace:
 def _flags(trace: Trace, flags: tuple[str, ...], **settings: bool) -> list[tuple[str, ...]]:
     settings.setdefault("clamp_lost", False)
     return [found.flags for found in candidates(trace, flags, _NVFP4, **settings)]
+
+
+def test_a_way_with_a_hot_path_that_fails_is_none() -> None:
+    """The launch itself stopped before its hot paths: those of the way out are looked at."""
+    paths = hot_path_fails.EXAMPLES[0].facts.trace
+    assert paths is not None
+    trace = _trace(*MAIN_CUTLASS)
+    runs, fails = (
+        outcome(Candidate("x", ()), one, {}, has_clamp=False).problem
+        for one in (trace, replace(trace, paths=paths.paths))
+    )
+    assert runs is None
+    assert (fails or "").startswith("main sparse-mla-prefill: flash_mla_sparse_fwd")
 
 
 def test_main_alone_gets_other_backends() -> None:
@@ -160,7 +174,7 @@ def test_nothing_runs_that_leaves_an_error_about_the_experts() -> None:
     option = Alternative("x", _QUANTISED, None)
     problem = _left(spoilt, option)
     assert problem is not None
-    assert problem.startswith("leaves DSV301")
+    assert problem.startswith("leaves DSV108")
     assert _left(spoilt, replace(option, flags=_PLAIN)) is None
 
 

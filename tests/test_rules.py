@@ -154,6 +154,21 @@ def test_dense_layers_of_v41_say_where_they_go() -> None:
     ]
 
 
+def test_a_way_out_of_the_experts_does_not_hide_another_path_that_fails() -> None:
+    sample = facts("sm_120", [*MAIN_TRTLLM])
+    assert sample.trace is not None
+    assert hot_path_fails.EXAMPLES[0].facts.trace is not None
+    paths = hot_path_fails.EXAMPLES[0].facts.trace.paths
+    way = Alternative("--moe-runner-backend marlin", (), None)
+    both = replace(sample, trace=replace(sample.trace, paths=paths), alternatives=(way,))
+    alone = replace(sample, alternatives=(way,))
+    for found, is_said in ((both, True), (alone, False)):
+        results = {result.rule: result for result in run_rules(RULES, found)}
+        (finding,) = results["DSV101"].findings
+        assert finding.remedy is not None
+        assert ("DSV209 has to be mended as well" in finding.remedy.text) is is_said
+
+
 def test_hot_paths_that_were_not_traced_are_no_pass() -> None:
     (result,) = run_rules([hot_path_fails.RULE], facts("sm_120", [*MAIN_TRTLLM]))
     assert (result.outcome, result.required) == (Outcome.SKIP, False)
