@@ -9,7 +9,7 @@ import pytest
 from tracing import BOTH_TRITON, EAGLE, changed_tree, request
 
 from dsv4doctor.errors import UndeterminedError
-from dsv4doctor.models import Arch, SglangTree
+from dsv4doctor.models import Arch, SglangTree, Trace
 from dsv4doctor.trace import cache, session
 from dsv4doctor.trace.session import trace_launch, trace_launches
 
@@ -49,6 +49,16 @@ def test_a_damaged_entry_is_traced_again(tree: SglangTree, model: Path, tmp_path
     [entry] = (tmp_path / "cache" / "traces").iterdir()
     entry.write_text(entry.read_text()[:-40])
     assert not trace_launch(request(tree, model)).cached
+
+
+def test_text_of_other_bytes_than_utf8_is_kept(tree: SglangTree, tmp_path: Path) -> None:
+    """A model's folder may have such a name."""
+    odd = Trace(
+        tree, Arch(12, 0), {"model_path": "/\udcff"}, (), {}, (), (), (), (), {}, cached=True
+    )
+    cache.store("key", odd)
+    assert cache.load("key", tree) == odd
+    assert [path.name for path in (tmp_path / "cache" / "traces").iterdir()] == ["key.json"]
 
 
 def test_without_the_cache_nothing_is_kept(tree: SglangTree, model: Path, tmp_path: Path) -> None:

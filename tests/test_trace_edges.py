@@ -110,6 +110,21 @@ def test_a_worker_that_says_something_else(
         trace_launch(odd, use_cache=False)
 
 
+def test_a_worker_that_closes_its_pipe_and_lives_on(
+    sglang_tree: Tree, model: Path, tmp_path: Path
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(
+        f"#!{sys.executable}\nimport os, time\nos.closerange(3, 100)\ntime.sleep(60)\n"
+    )
+    interpreter.chmod(0o755)
+    odd = replace(request(sglang_tree("0.5.14"), model), interpreter=interpreter)
+    started = time.monotonic()
+    with pytest.raises(UndeterminedError, match="did not finish in time"):
+        trace_launch(odd, use_cache=False, timeout=2)
+    assert time.monotonic() - started < 30
+
+
 def test_a_terminated_run_leaves_no_worker_and_no_folder(
     sglang_tree: Tree, model: Path, tmp_path: Path
 ) -> None:

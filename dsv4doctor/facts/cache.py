@@ -24,16 +24,19 @@ def load_entry(path: Path, kind: type[T]) -> T | None:
 
 
 def save_entry(path: Path, value: object) -> None:
-    """Keep `value`, a dataclass of `models`, in `path`; a folder that cannot be written is fine.
-
-    The file appears whole or not at all.
-    """
+    """Keep `value`, a dataclass of `models`, in `path`; a folder that cannot be written is fine."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(jsonio.to_plain(value)))
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
+        write_whole(path, json.dumps(jsonio.to_plain(value)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """`text` as the file `path`, which appears whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise

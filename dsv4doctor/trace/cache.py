@@ -14,14 +14,13 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4doctor import __version__, jsonio
-from dsv4doctor.errors import DoctorError
+from dsv4doctor.facts.cache import load_entry, save_entry, write_whole
 from dsv4doctor.facts.hub import hub_cache
 from dsv4doctor.facts.tree import requirements
 from dsv4doctor.models import SglangTree, Trace
@@ -79,34 +78,17 @@ def load(trace_key: str, tree: SglangTree) -> Trace | None:
 
     `tree` is where the same content lies this time.
     """
-    path = folder() / "traces" / f"{trace_key}.json"
-    try:
-        plain = json.loads(path.read_bytes())
-        trace = jsonio.from_plain(plain, Trace, str(path))
-        return replace(trace, cached=True, sglang=tree)
-    except (OSError, ValueError, DoctorError):
-        return None
+    kept = load_entry(_entry(trace_key), Trace)
+    return None if kept is None else replace(kept, cached=True, sglang=tree)
 
 
 def store(trace_key: str, trace: Trace) -> None:
     """Keep a trace; a cache that cannot be written is no reason to fail."""
-    try:
-        write(folder() / "traces" / f"{trace_key}.json", jsonio.dump(jsonio.to_plain(trace)))
-    except OSError:
-        return
+    save_entry(_entry(trace_key), trace)
 
 
-def write(path: Path, text: str) -> None:
-    """Replace `path` in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+def _entry(trace_key: str) -> Path:
+    return folder() / "traces" / f"{trace_key}.json"
 
 
 def metadata_text(tree: SglangTree) -> str:
@@ -135,7 +117,7 @@ def content_hash(root: Path) -> str:
         digest.update(hashlib.sha256((root / relative).read_bytes()).digest())
     content = digest.hexdigest()
     with contextlib.suppress(OSError):
-        write(remembered, json.dumps({"manifest": manifest, "content": content}))
+        write_whole(remembered, json.dumps({"manifest": manifest, "content": content}))
     return content
 
 

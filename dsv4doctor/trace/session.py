@@ -28,6 +28,7 @@ WORKER = Path(__file__).parent / "worker"
 OURSELVES = Path(__file__).parent.parent
 MEMORY_LIMIT_BYTES = 8 << 30
 _ROOM_FOR_BYTECODE = 256 << 20
+_LATE = ("the trace did not finish in time", "give it longer with --timeout SECONDS")
 Progress = Callable[[str], None]
 
 # Kernels are recorded and never run; Triton's interpreter would run them on tensors without data.
@@ -318,7 +319,10 @@ class _Worker:
                     self.awaited -= 1 if event["job"] is not None else self.awaited
                 yield event
         if self.awaited > 0:
-            status = self.process.wait()
+            try:  # it may have closed the pipe and live on
+                status = self.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired as error:
+                raise UndeterminedError(*_LATE) from error
             raise UndeterminedError(f"the trace worker {_ended(status)}", self._last_words())
 
     def _read(self, deadline: float) -> bytes:
@@ -334,9 +338,7 @@ class _Worker:
                 if ended:
                     return b""
                 if remaining <= 0:
-                    raise UndeterminedError(
-                        "the trace did not finish in time", "give it longer with --timeout SECONDS"
-                    )
+                    raise UndeterminedError(*_LATE)
 
     def _last_words(self) -> str | None:
         self.errors.seek(0)
