@@ -166,15 +166,12 @@ def test_a_quantization_that_spoils_the_experts_is_taken_out_of_every_candidate(
 
 
 def test_nothing_runs_that_leaves_an_error_about_the_experts() -> None:
-    online = [
-        replace(layer, quant_method="ModelOptNvFp4OnlineFusedMoEMethod")
-        for layer in MAIN_NVFP4_CUTLASS
-    ]
-    spoilt = facts("sm_120", online, flags=_QUANTISED)
+    another = [replace(layer, quant_method="AnotherFusedMoEMethod") for layer in MAIN_NVFP4_CUTLASS]
+    spoilt = facts("sm_120", another, flags=_QUANTISED)
     option = Alternative("x", _QUANTISED, None)
     problem = _left(spoilt, option)
     assert problem is not None
-    assert problem.startswith("leaves DSV108")
+    assert problem.startswith("leaves DSV301")
     assert _left(spoilt, replace(option, flags=_PLAIN)) is None
 
 
