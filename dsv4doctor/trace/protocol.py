@@ -12,6 +12,7 @@ Request (a file in the scratch folder):
     serving        the interpreter is the one that will serve, so what it lacks is worth a word
     dsv4doctor     our own package, for a patched SGLang in an environment without it; or null
     whole          leave no part of SGLang out
+    modules        modules of SGLang that have to import, or compile where they are left out
     verbose        let SGLang's own log through to standard error
     jobs           [{"id", "arguments", "with_path", "with_paths"}]; a launch each
 

@@ -10,18 +10,12 @@ import sys
 _NETWORK = {"socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo"}
 _PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn"}
 _CHANGES = {
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.chmod",
-    "os.chown",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "shutil.rmtree",
-    "shutil.move",
+    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.chown"), (0,)),
+    **dict.fromkeys(("os.truncate", "shutil.rmtree"), (0,)),
+    **dict.fromkeys(("os.rename", "os.link", "shutil.move"), (0, 1)),
+    "os.symlink": (1,),
 }
+"""Event -> which of its arguments are paths that change."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -36,7 +30,7 @@ class NoProgram(FileNotFoundError):
 def confine(scratch, caches=()):
     """From here on only `scratch`, `caches` (folders) and /dev/null may be written."""
     allowed = tuple(os.path.realpath(folder) + os.sep for folder in (scratch, *caches))
-    allowed += ("/dev/null/", "/dev/zero/", "/proc/self/")
+    allowed += ("/dev/null/", "/dev/zero/")
 
     def inside(path):
         if isinstance(path, int):
@@ -52,8 +46,10 @@ def confine(scratch, caches=()):
             raise Refused(f"network access ({event}) is not allowed in a trace")
         elif event in _PROGRAMS:
             raise NoProgram(f"{args[0]!r}: programs are not started in a trace")
-        elif event in _CHANGES and not inside(args[0]):
-            raise Refused(f"{event} on {args[0]!r} is not allowed in a trace")
+        elif event in _CHANGES:
+            for place in _CHANGES[event]:
+                if not inside(args[place]):
+                    raise Refused(f"{event} on {args[place]!r} is not allowed in a trace")
 
     sys.addaudithook(hook)
 
