@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,6 +12,7 @@ from dsv4doctor.outputs import read_by, refuse_inputs
 from dsv4doctor.terminal import Progress, deliver, say
 
 if TYPE_CHECKING:
+    from dsv4doctor.planning.build import Ask
     from dsv4doctor.planning.prove import Proof
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -204,23 +205,7 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
     files.check_folder(out, names, options["force"])
     with Progress() as progress:
         target = resolve(asked, progress.download)
-        named = dict.fromkeys(text.partition("=")[0] for text in options["env"])
-        ask = build.Ask(
-            pair=pair,
-            gpus=options["gpus"],
-            gpu_memory=options["gpu_memory"],
-            context=options["context"],
-            requests=options["requests"],
-            transfer=options.get("transfer", "nixl"),
-            speculative=options["speculative"],
-            thinking=options["thinking"] or "as-released",
-            host=options["host"],
-            port=options["port"],
-            port_base=options["port_base"],
-            flags=ctx.meta.get(FLAGS_KEY, ()),
-            python=options["python"],
-            variables=tuple((name, target.launch.environment[name]) for name in named),
-        )
+        ask = _ask(options, pair, ctx.meta.get(FLAGS_KEY, ()), target.launch.environment)
         on = build.ground(ask, target, None if saved else listening)
         planned = build.plan(ask, on)
         render.check_kind(planned, kind)
@@ -231,6 +216,30 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
         deliver(explained(proof.plan), None)
     _report(proof, out.as_posix(), list(written))
     ctx.exit(proof.exit_code)
+
+
+def _ask(
+    options: dict[str, Any], pair: bool, flags: tuple[str, ...], environment: Mapping[str, str]
+) -> Ask:
+    from dsv4doctor.planning.build import Ask
+
+    named = dict.fromkeys(text.partition("=")[0] for text in options["env"])
+    return Ask(
+        pair=pair,
+        gpus=options["gpus"],
+        gpu_memory=options["gpu_memory"],
+        context=options["context"],
+        requests=options["requests"],
+        transfer=options.get("transfer", "nixl"),
+        speculative=options["speculative"],
+        thinking=options["thinking"] or "as-released",
+        host=options["host"],
+        port=options["port"],
+        port_base=options["port_base"],
+        flags=flags,
+        python=options["python"],
+        variables=tuple((name, environment[name]) for name in named),
+    )
 
 
 def _report(proof: Proof, out: str, names: list[str]) -> None:

@@ -93,9 +93,27 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
     with the Topology Manager's policy single-numa-node and scope container they are those of one
     NUMA node, and the CPUs with them.
     """
-    name = "dsv4"
-    labels = {"app": name}
     seen = _seen_inside(plan) if _is_folder(plan) else plan
+    variables = {"MODEL_PATH": seen.model, **_plain(plan.shared)}
+    service = {
+        "selector": _LABELS,
+        "ports": [{"name": "http", "port": 8000, "targetPort": "http"}],
+    }
+    objects = [
+        _object("v1", "ConfigMap", f"{_NAME}-env", {"data": variables}),
+        _object("apps/v1", "Deployment", _NAME, {"spec": _deployment(plan, seen, image)}),
+        _object("v1", "Service", _NAME, {"spec": service}),
+    ]
+    text = "---\n".join(yaml_text(one) for one in objects)
+    return {"dsv4.yaml": "\n".join([*_comments(plan), *_KUBELET, text])}
+
+
+_NAME = "dsv4"
+_LABELS = {"app": _NAME}
+
+
+def _deployment(plan: Plan, seen: Plan, image: str) -> dict[str, Any]:
+    """`seen`: the plan as its containers see it."""
     containers = [_container(seen, server, image) for server in plan.servers]
     if plan.router is not None:
         containers.append(
@@ -109,41 +127,16 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if _is_folder(plan):
         volumes.append({"name": "model", "hostPath": {"path": plan.model, "type": "Directory"}})
-    pod = {
-        "metadata": {"labels": labels},
-        "spec": {"containers": containers, "volumes": volumes, "restartPolicy": "Always"},
+    return {
+        "replicas": 1,
+        # Two pods at a time would want twice the GPUs.
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": _LABELS},
+        "template": {
+            "metadata": {"labels": _LABELS},
+            "spec": {"containers": containers, "volumes": volumes, "restartPolicy": "Always"},
+        },
     }
-    variables = {"MODEL_PATH": seen.model, **_plain(plan.shared)}
-    objects: list[dict[str, Any]] = [
-        _object("v1", "ConfigMap", f"{name}-env", {"data": variables}),
-        _object(
-            "apps/v1",
-            "Deployment",
-            name,
-            {
-                "spec": {
-                    "replicas": 1,
-                    # Two pods at a time would want twice the GPUs.
-                    "strategy": {"type": "Recreate"},
-                    "selector": {"matchLabels": labels},
-                    "template": pod,
-                }
-            },
-        ),
-        _object(
-            "v1",
-            "Service",
-            name,
-            {
-                "spec": {
-                    "selector": labels,
-                    "ports": [{"name": "http", "port": 8000, "targetPort": "http"}],
-                }
-            },
-        ),
-    ]
-    text = "---\n".join(yaml_text(one) for one in objects)
-    return {"dsv4.yaml": "\n".join([*_comments(plan), *_KUBELET, text])}
 
 
 def _literal(words: list[str]) -> list[str]:
@@ -167,7 +160,7 @@ def _container(plan: Plan, server: Server, image: str) -> dict[str, Any]:
         "command": _literal(
             _words(plan, server, bound=False, host=None if plan.is_pair else "0.0.0.0")
         ),
-        "envFrom": [{"configMapRef": {"name": "dsv4-env"}}],
+        "envFrom": [{"configMapRef": {"name": f"{_NAME}-env"}}],
         "resources": {"limits": {"nvidia.com/gpu": count}},
         "volumeMounts": mounts,
     }
