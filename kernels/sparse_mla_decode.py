@@ -127,8 +127,10 @@ class _Rows:
 
 def _check_cache(name: str, cache: torch.Tensor) -> tuple[int, int]:
     """(page size, bytes between pages) of a paged cache view."""
-    if cache.element_size() != 1 or cache.ndim < 3:
-        raise ValueError(f"{name}: want [pages, page size, ..., 584] of bytes, got {cache.dtype}")
+    is_row = cache.ndim > 2 and cache.shape[2:].numel() == ROW_BYTES + SCALE_BYTES
+    if cache.element_size() != 1 or not is_row:
+        got = f"{cache.dtype} {tuple(cache.shape)}"
+        raise ValueError(f"{name}: want [pages, page size, ..., 584] of bytes, got {got}")
     page_size, page_bytes = cache.shape[1], cache.stride(0)
     if page_bytes < page_size * (ROW_BYTES + SCALE_BYTES) or page_bytes % 16:
         raise ValueError(f"{name}: {page_bytes} bytes a page of {page_size} rows")

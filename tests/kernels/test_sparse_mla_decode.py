@@ -169,6 +169,7 @@ def test_no_rows(device):
         pytest.param({"indices": lambda i: i.long()}, "indices:", id="int64 indices"),
         pytest.param({"lengths": lambda n: n[:1]}, "lengths:", id="a length missing"),
         pytest.param({"cache": lambda c: c.view(-1)[:584]}, "cache:", id="cache without pages"),
+        pytest.param({"cache": lambda c: c[..., :528]}, "528", id="rows as V4.1 has them"),
     ],
 )
 def test_refuses_what_it_does_not_take(device, change, names):
