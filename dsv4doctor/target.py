@@ -26,6 +26,7 @@ from dsv4doctor.facts.measure import measure
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
 from dsv4doctor.facts.stack import read_stack
 from dsv4doctor.facts.tree import read_tree
+from dsv4doctor.flags import flag_value
 from dsv4doctor.launch import from_arguments, read_script
 from dsv4doctor.launch_limits import check_limits
 from dsv4doctor.models import (
@@ -271,7 +272,11 @@ def _model_path(
     if launch.model is None:
         raise _no_model(options, launch)
     try:
-        return resolve_model(launch.model, {**environment, **launch.environment})
+        return resolve_model(
+            launch.model,
+            {**environment, **launch.environment},
+            flag_value(launch.flags, "--revision"),
+        )
     except UsageError as error:
         if saved is None or saved.checkpoint is None or options.model is not None:
             raise

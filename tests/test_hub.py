@@ -39,6 +39,20 @@ def test_a_model_in_the_hub_cache(how, hub, tmp_path):
     assert {layer.stored_format for layer in read.main_layers} == {StoredFormat.NVFP4}
 
 
+@pytest.mark.parametrize("revision", ["nvfp4-v2", "0123abcd"])
+def test_a_revision_of_a_model(revision, hub, tmp_path):
+    """As --revision says it: a branch or tag, or a commit."""
+    repository = hub / "models--nvidia--DeepSeek-V4-Flash-NVFP4"
+    (repository / "snapshots" / "0123abcd").symlink_to("48bfe38c")
+    (repository / "refs" / "nvfp4-v2").write_text("0123abcd")
+    found = resolve_model(MODEL, {"HF_HUB_CACHE": str(hub)}, revision)
+    assert found == repository / "snapshots" / "0123abcd"
+    assert resolve_model(str(tmp_path), {}, revision) == tmp_path
+    for absent in ("other", "../refs", "..", "a/b"):
+        with pytest.raises(UsageError, match=r"is not (there|in the hub cache)"):
+            resolve_model(MODEL, {"HF_HUB_CACHE": str(hub)}, absent)
+
+
 def test_a_folder_is_itself(tmp_path):
     assert resolve_model(str(tmp_path), {}) == tmp_path
 

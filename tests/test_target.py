@@ -158,6 +158,15 @@ def test_a_script_with_another_model_than_the_snapshots(
     assert look((_PRO,), snapshot=file, model=None, flags=("--tp", "4")).checkpoint.name == name
 
 
+def test_the_revision_of_a_launch_is_meant(
+    look: Callable[..., Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hub" / "models--org--model").mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(UsageError, match="models--org--model/refs/nightly"):
+        look(model="org/model", flags=("--tp", "4", "--revision=nightly"))
+
+
 def test_a_snapshot_that_was_edited_is_another_checkpoint(
     look: Callable[..., Target], tmp_path: Path
 ) -> None:

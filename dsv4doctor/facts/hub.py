@@ -15,11 +15,12 @@ _REVISION = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
-def resolve_model(model: str, environment: Mapping[str, str]) -> Path:
+def resolve_model(model: str, environment: Mapping[str, str], revision: str | None = None) -> Path:
     """The checkpoint's folder: `model` itself, or its snapshot in the local Hugging Face cache.
 
-    `environment` says where that cache is (HF_HUB_CACHE, HF_HOME, ...).  Raises UsageError when
-    there is no such folder, or when the snapshot is only partly downloaded.
+    `environment` says where that cache is (HF_HUB_CACHE, HF_HOME, ...), `revision` which branch,
+    tag or commit is meant; a folder has none.  Raises UsageError when there is no such folder, or
+    when the snapshot is only partly downloaded.
     """
     folder = _expanded(model, environment)
     try:
@@ -36,7 +37,7 @@ def resolve_model(model: str, environment: Mapping[str, str]) -> Path:
             f"{shown(model) or 'the model'}: no such folder",
             "Give the checkpoint's folder, or the id of a model in the local Hugging Face cache.",
         )
-    return _cached_snapshot(model, hub_cache(environment))
+    return _cached_snapshot(model, hub_cache(environment), revision or "main")
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
@@ -83,20 +84,28 @@ def _check_access(path: Path, model: str) -> None:
         pass
 
 
-def _cached_snapshot(model: str, cache: Path) -> Path:
+def _cached_snapshot(model: str, cache: Path, name: str) -> Path:
+    """The snapshot of a branch, tag or commit of that name."""
     repository = cache / f"models--{model.replace('/', '--')}"
     download = f"Download it (hf download {shown(model)}), or give the checkpoint's folder."
     _check_access(repository, model)
     if not os.path.isdir(repository):  # unlike Path.is_dir, false for what cannot be looked at
-        name = shown(model)
-        raise UsageError(f"{name}: neither a folder nor in the hub cache at {cache}", download)
-    reference = repository / "refs" / "main"
-    if not os.path.exists(reference):
-        raise UsageError(f"{model}: {reference} is not there, so no download finished", download)
-    revision = read_file(reference, 4096).decode("ascii", "replace").strip()
-    snapshot = repository / "snapshots" / revision
-    if not _REVISION.fullmatch(revision) or revision in (".", "..") or not os.path.isdir(snapshot):
-        raise UsageError(f"{reference}: names a revision that is not downloaded", download)
+        raise UsageError(
+            f"{shown(model)}: neither a folder nor in the hub cache at {cache}", download
+        )
+    if not _is_name(name):
+        raise UsageError(f"{model}: revision {shown(name)} is not in the hub cache", download)
+    snapshot = repository / "snapshots" / name
+    if not os.path.isdir(snapshot):
+        reference = repository / "refs" / name
+        if not os.path.exists(reference):
+            raise UsageError(
+                f"{model}: {reference} is not there, so no download finished", download
+            )
+        commit = read_file(reference, 4096).decode("ascii", "replace").strip()
+        snapshot = repository / "snapshots" / commit
+        if not _is_name(commit) or not os.path.isdir(snapshot):
+            raise UsageError(f"{reference}: names a revision that is not downloaded", download)
     missing = _missing_file(snapshot)
     if missing is not None:
         raise UsageError(
@@ -104,6 +113,10 @@ def _cached_snapshot(model: str, cache: Path) -> Path:
             f"Finish the download (hf download {model}), or give another folder.",
         )
     return snapshot.absolute()
+
+
+def _is_name(revision: str) -> bool:
+    return _REVISION.fullmatch(revision) is not None and revision not in (".", "..")
 
 
 def _missing_file(snapshot: Path) -> str | None:
