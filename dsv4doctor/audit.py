@@ -127,7 +127,7 @@ def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = No
     layers = tuple(
         judge(layer, trace.arch, text_at(texts, layer), stand_on) for layer in trace.layers
     )
-    paths = tuple(judge_path(path, trace.arch, grounds=stand_on) for path in trace.paths)
+    paths = tuple(judge_path(path, trace.arch, stand_on) for path in trace.paths)
     return replace(trace, layers=layers, paths=paths)
 
 

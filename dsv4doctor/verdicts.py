@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.judgement import Judgement, of_kernel, refusal
-from dsv4doctor.models import ARCHS, Arch, HotPath, Layer, StoredFormat, Verdict
+from dsv4doctor.models import ARCHS, Arch, HotPath, Layer, SglangError, StoredFormat, Verdict
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -217,29 +217,21 @@ def judge(layer: Layer, arch: Arch, call_text: str = "", grounds: Grounds | None
     return replace(layer, verdict=verdict, reason=reason)
 
 
-def judge_kernel(
-    symbol: str, arch: Arch, call_text: str = "", grounds: Grounds | None = None
-) -> tuple[Verdict, str]:
+def judge_kernel(symbol: str, arch: Arch, grounds: Grounds | None = None) -> tuple[Verdict, str]:
     """The verdict on a kernel that is no routed expert's, and the reason for it."""
-    return _of_kernel(symbol, None, arch, call_text, grounds)
+    return _of_kernel(symbol, None, arch, "", grounds)
 
 
-def judge_path(
-    path: HotPath, arch: Arch, call_text: str = "", grounds: Grounds | None = None
-) -> HotPath:
+def judge_path(path: HotPath, arch: Arch, grounds: Grounds | None = None) -> HotPath:
     """`path` with its verdict and the reason for it.
 
     A path of which no kernel was traced (the KV cache, the all-reduce) and one whose trace has a
     caveat (`path.reason`) are never promised to run.
     """
-    error = path.error
-    if error is not None:
-        where = f" at {error.at.file}:{error.at.line}" if error.at else ""
-        message = error.message.splitlines()[0][:200] if error.message else "no message"
-        reason = f"SGLang raises {error.type}{where}: {message}"
-        return replace(path, verdict=Verdict.FAILS, reason=reason)
+    if path.error is not None:
+        return replace(path, verdict=Verdict.FAILS, reason=_raised(path.error))
     if path.kernel is not None:
-        verdict, reason = judge_kernel(path.kernel.symbol, arch, call_text, grounds)
+        verdict, reason = judge_kernel(path.kernel.symbol, arch, grounds)
         if path.reason and verdict is not Verdict.FAILS:
             return replace(path, verdict=Verdict.UNKNOWN, reason=f"{path.reason} ({reason})")
         return replace(path, verdict=verdict, reason=reason)
@@ -248,14 +240,17 @@ def judge_path(
     return replace(path, verdict=Verdict.UNKNOWN, reason=reason)
 
 
+def _raised(error: SglangError) -> str:
+    where = f" at {error.at.file}:{error.at.line}" if error.at else ""
+    message = error.message.splitlines()[0][:200] if error.message else "no message"
+    return f"SGLang raises {error.type}{where}: {message}"
+
+
 def _verdict(
     layer: Layer, arch: Arch, call_text: str, grounds: Grounds | None
 ) -> tuple[Verdict, str]:
-    error = layer.error
-    if error is not None:
-        where = f" at {error.at.file}:{error.at.line}" if error.at else ""
-        message = error.message.splitlines()[0][:200] if error.message else "no message"
-        return Verdict.FAILS, f"SGLang raises {error.type}{where}: {message}"
+    if layer.error is not None:
+        return Verdict.FAILS, _raised(layer.error)
     if layer.kernel is None:
         return Verdict.UNKNOWN, layer.reason or "the trace reached no kernel for this layer"
     verdict, reason = _of_kernel(layer.kernel.symbol, layer.quant_method, arch, call_text, grounds)
