@@ -32,7 +32,7 @@ _ELSEWHERE = (
 
 def _hc_code(piece: edit.Piece, node: cst.CSTNode) -> str:
     return (
-        f"# dsv4doctor {ID}: on tensor cores, to the rounding of float32.\n"
+        f"# dsv4doctor {ID}: on tensor cores, float32 as two terms of bf16.\n"
         + shared.ours(ID, "hc_mix", "dense_glue", "hc_pre_torch_impl")
         + "if hc_mix is not None:\n"
         "    x_flat, mixes = hc_mix(x, hc_fn, self.rms_norm_eps)\n"
@@ -144,7 +144,7 @@ class DeepseekV4DecoderLayer(nn.Module):
         if envs.SGLANG_OPT_DEEPGEMM_HC_PRENORM.get():
             mixes = deep_gemm(x)
         else:
-            # dsv4doctor FIX106: on tensor cores, to the rounding of float32.
+            # dsv4doctor FIX106: on tensor cores, float32 as two terms of bf16.
             try:
                 from dsv4doctor.kernels.adapters.verified import (
                     verified,
