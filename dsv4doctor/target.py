@@ -24,7 +24,7 @@ from dsv4doctor.facts.gpu import read_gpus
 from dsv4doctor.facts.host import read_host
 from dsv4doctor.facts.measure import measure
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
-from dsv4doctor.facts.stack import read_stack
+from dsv4doctor.facts.stack import against, read_stack
 from dsv4doctor.facts.tree import read_tree
 from dsv4doctor.flags import flag_value
 from dsv4doctor.launch import from_arguments, read_script
@@ -416,7 +416,10 @@ def _tree(
     if named is not None:
         tree = _named_tree(named, interpreter, download)
         stack, _ = read_stack(interpreter, variables, against=tree)
-        return tree, saved.stack if saved and saved.stack else stack
+        if saved is not None and saved.stack is not None:
+            same = saved.sglang is not None and saved.sglang.version == tree.version
+            stack = saved.stack if same else against(saved.stack, tree)
+        return tree, stack
     stack, installed = read_stack(interpreter, variables)
     return _required(installed, interpreter), stack
 

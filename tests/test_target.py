@@ -10,7 +10,7 @@ import pytest
 from dsv4doctor import target
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.snapshot import text_of
-from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, SglangTree
+from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, Package, SglangTree
 from dsv4doctor.target import Options, Target, resolve
 
 _PRO = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30)
@@ -180,6 +180,24 @@ def test_a_snapshot_that_was_edited_is_another_checkpoint(
         config = json.loads((folders[-1] / "config.json").read_text())
         assert config["num_hidden_layers"] == layers
     assert folders[0] != folders[1]  # the key of a kept trace
+
+
+def test_a_snapshots_packages_are_held_to_the_release_that_is_asked_for(
+    look: Callable[..., Target], tmp_path: Path, tree: Path
+) -> None:
+    file = tmp_path / "box.json"
+    plain = json.loads(text_of(look((_PRO,)).snapshot))
+    flashinfer = {"name": "flashinfer-python", "version": "0.6.12"}
+    plain["stack"]["packages"] = [{**flashinfer, "required": "==0.6.12", "satisfied": True}]
+    file.write_text(json.dumps(plain))
+    (tree / "sglang" / "version.py").write_text('__version__ = "0.5.99"\n')
+    (tree / "pyproject.toml").write_text('[project]\ndependencies = ["flashinfer_python==0.9"]\n')
+    newer = look((_PRO,), snapshot=file, model=None).snapshot.stack
+    assert newer is not None
+    assert newer.packages == (
+        Package("sglang", "0.5.99", None, None),
+        Package("flashinfer-python", "0.6.12", "==0.9", False),
+    )
 
 
 def test_another_release_at_the_snapshots_path_is_not_taken(

@@ -157,6 +157,18 @@ def read_stack(
     return Stack(str(executable), probe.markers["python_full_version"], packages, evidence), tree
 
 
+def against(stack: Stack, tree: SglangTree) -> Stack:
+    """`stack`, read beside another SGLang, as it stands to what `tree` requires."""
+    installed = {package.name: package.version for package in stack.packages if package.version}
+    installed["sglang"] = tree.version
+    markers: dict[str, str] = {
+        **{name: str(value) for name, value in default_environment().items()},
+        "python_full_version": stack.python_version,
+        "python_version": ".".join(stack.python_version.split(".")[:2]),
+    }
+    return replace(stack, packages=compare(installed, requirements(tree), markers))
+
+
 def compare(
     installed: Mapping[str, str], declared: Sequence[Requirement], markers: Mapping[str, str]
 ) -> tuple[Package, ...]:
