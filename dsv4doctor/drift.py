@@ -73,8 +73,9 @@ def read_report(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a report of dsv4doctor ({SCHEMA})", hint)
     # A run that gave no trace has its errors and not much else.
     errors = from_plain(plain, _Errors, str(path)).errors
-    if any(error.kind != "sglang" for error in errors):
-        said = shown(errors[0].message)
+    ending = next((one for one in errors if one.kind != "sglang" and one.phase is None), None)
+    if ending is not None:
+        said = shown(ending.message)
         raise UsageError(f"{path}: the report of a run that gave no trace ({said})", hint)
     from_plain(plain, _Report, str(path))
     return plain
@@ -87,6 +88,8 @@ def read_report(path: Path) -> dict[str, Any]:
 class _Error:
     kind: str
     message: str = ""
+    phase: str | None = None
+    """Of a trace that stopped short: which model it was building."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def compare(predicted: dict[str, Any], recorded: dict[str, Any]) -> Comparison:
     """Both as from `read_report`."""
     differences = [
         *_heads(predicted, recorded),
-        *_compare_layers(dict(_layers(predicted)), dict(_layers(recorded))),
+        *_compare_layers(dict(_layers(predicted)), dict(_layers(recorded)), _short(predicted)),
         *_compare_paths(predicted, recorded),
     ]
     seen = {key for key, _ in _paths(recorded)}
@@ -224,13 +227,22 @@ def _symbol(entry: dict[str, Any]) -> str | None:
     return None if kernel is None else str(kernel["symbol"])
 
 
+def _short(report: dict[str, Any]) -> str | None:
+    """Why the trace stopped before it had all layers; None: it has them."""
+    errors = (one for one in report.get("errors", ()) if one["kind"] != "sglang")
+    return next((f"the trace stopped short: {one['message']}" for one in errors), None)
+
+
 def _compare_layers(
-    predicted: dict[Key, dict[str, Any]], recorded: dict[Key, dict[str, Any]]
+    predicted: dict[Key, dict[str, Any]],
+    recorded: dict[Key, dict[str, Any]],
+    short: str | None,
 ) -> Iterator[Difference]:
     for key in [*recorded, *(key for key in predicted if key not in recorded)]:
         subject = " ".join(key)
         if key not in predicted:
-            yield Difference(subject, "layer", None, "built", Standing.DRIFT, "not predicted")
+            standing = Standing.DRIFT if short is None else Standing.UNKNOWN
+            yield Difference(subject, "layer", None, "built", standing, short or "not predicted")
             continue
         if key not in recorded:
             reason = "not in the recording"

@@ -139,6 +139,24 @@ def test_what_is_no_report(tmp_path: Path, text: str, capsys: pytest.CaptureFixt
     assert str(path) in capsys.readouterr().err
 
 
+def test_a_trace_that_stopped_short_is_a_prediction_of_what_it_has(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of the model that it did not get to build nothing is known, and nothing has drifted."""
+    short = copy.deepcopy(report)
+    short["layers"] = [layer for layer in short["layers"] if layer["role"] == "main"]
+    short["errors"] = [{"kind": "undetermined", "phase": "draft", "message": "KeyError: 'x'"}]
+    path = tmp_path / "predicted.json"
+    path.write_text(json.dumps(short))
+    comparison = compare(read_report(path), report)
+    assert comparison.exit_code == 3
+    [unknown] = comparison.of(Standing.UNKNOWN)
+    assert unknown.subject.startswith("draft ")
+    assert unknown.reason == "the trace stopped short: KeyError: 'x'"
+    del short["errors"]
+    assert compare(short, report).exit_code == 1
+
+
 def test_an_error_report_is_no_prediction(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(report_json.render_failure("undetermined", "killed", None))
