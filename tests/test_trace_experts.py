@@ -75,6 +75,29 @@ def test_deep_gemm_is_followed_past_its_block_size(
     assert outcome.of(Role.MAIN)[-1].kernel is not None
 
 
+def test_layers_whose_routing_is_left_to_the_kernel(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """flashinfer_trtllm in 0.5.19: the first three layers route by a hash, the others do not."""
+    hybrid = checkpoint("nvidia__DeepSeek-V4-Flash-NVFP4", experts=1)
+    launch = request(sglang_tree("0.5.19"), hybrid, (RUNNER, "flashinfer_trtllm"), SM_100)
+    layers = traced(trace_launches([launch], use_cache=False)[0]).of(Role.MAIN)
+    kernels = [layer.kernel.symbol.rpartition(".")[2] for layer in layers if layer.kernel]
+    assert kernels[:3] == ["trtllm_fp4_block_scale_routed_moe"] * 3
+    assert kernels[3:] == ["trtllm_fp4_block_scale_moe"] * 40
+
+
+def test_a_check_for_the_gpu_is_passed_and_the_next_one_counts(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """Tensors of a trace are on the GPU for SGLang's asserts; sizes are what they are."""
+    stock = checkpoint("deepseek-ai__DeepSeek-V4-Flash", experts=1)
+    launch = request(sglang_tree("0.5.19"), stock, (RUNNER, "deep_gemm"), SM_100)
+    layer = traced(trace_launches([launch], use_cache=False)[0]).of(Role.MAIN)[-1]
+    assert layer.error is not None
+    assert layer.error.message.startswith("DSV4 JIT activation requires N % 4 == 0")
+
+
 def test_a_package_that_only_the_borrowed_environment_lacks_is_no_failure(
     sglang_tree: Tree, checkpoint: Checkpoint
 ) -> None:

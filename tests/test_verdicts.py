@@ -108,7 +108,7 @@ def test_weights_that_the_stored_ones_do_not_go_into_fail(
 @pytest.mark.parametrize(
     "kernel",
     [
-        "flashinfer.fused_moe.trtllm_fp8_block_scale_moe",
+        "flashinfer.fused_moe.trtllm_fp8_block_scale_routed_moe",
         "torch.ops.sglang.trtllm_fp8_block_scale_routed_moe_out_wrapper",
     ],
 )
@@ -133,6 +133,14 @@ def test_an_fp8_kernel_takes_no_packed_fp4(
         judged = judge(layer, ARCHS["sm_100"])
         name = kernel.rpartition(".")[2]
         assert judged.reason == f"{name} needs FP8 block or BF16, stored is MXFP4"
+
+
+def test_a_kernel_that_routes_by_a_sigmoid_is_no_promise_for_deepseek_v4() -> None:
+    layer = _reaching("flashinfer.fused_moe.trtllm_fp4_block_scale_moe")
+    assert [judge(layer, arch).verdict for arch in ARCHS.values()] == [_F, _U, _U, _F, _F]
+    assert "sqrtsoftplus" in judge(layer, ARCHS["sm_100"]).reason
+    fp8 = _reaching("torch.ops.sglang.trtllm_fp8_block_scale_moe_out_wrapper")
+    assert judge(fp8, ARCHS["sm_100"]).verdict is _F  # NVFP4 in a kernel for FP8
 
 
 @pytest.mark.parametrize("stored", [StoredFormat.FP8_BLOCK, StoredFormat.BF16])

@@ -26,8 +26,11 @@ _HELPER = re.compile(
 )
 
 
-def run_layer(layer):
-    """{"kernel", "why_no_kernel", "error", "clamp_read"} of one FusedMoE built on meta tensors."""
+def run_layer(layer, router=None):
+    """{"kernel", "why_no_kernel", "error", "clamp_read"} of one FusedMoE built on meta tensors.
+
+    router: the module that chooses the experts of each token; without one they are chosen.
+    """
     outcome = {"kernel": None, "why_no_kernel": None, "error": None, "clamp_read": None}
     method = layer.quant_method
     if hasattr(method, "process_weights_after_loading"):
@@ -41,7 +44,8 @@ def run_layer(layer):
             "in a layout of its own, and no forward through it is traced"
         )
         return outcome
-    error, calls = _phase(lambda: _apply(layer))
+    unrouted = _unrouted(layer, router)
+    error, calls = _phase(lambda: _apply(layer, unrouted))
     kernel = first_kernel(calls, finished=error is None)
     outcome["kernel"] = kernel
     outcome["clamp_read"] = clamp.was_read(layer) if error is None else None
@@ -73,17 +77,31 @@ def _phase(function):
     return error, RECORDER.stop()
 
 
-def _apply(layer):
+def _unrouted(layer, router):
+    """What a router hands on when it leaves the routing to the kernel; None: it does not."""
+    if not hasattr(router, "forward_cuda"):
+        return None
+    found = []
+    _phase(lambda: found.append(router.forward_cuda(*_tokens(layer))))
+    return found[0] if found and type(found[0]).__name__ == "BypassedTopKOutput" else None
+
+
+def _tokens(layer):
+    hidden = torch.empty(TOKENS, layer.hidden_size, dtype=torch.bfloat16)
+    return hidden, torch.empty(TOKENS, layer.num_experts, dtype=torch.float32)
+
+
+def _apply(layer, unrouted):
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     from .serving import call
 
-    hidden = torch.empty(TOKENS, layer.hidden_size, dtype=torch.bfloat16)
-    topk = StandardTopKOutput(
+    hidden, logits = _tokens(layer)
+    topk = unrouted or StandardTopKOutput(
         topk_weights=torch.empty(TOKENS, layer.top_k, dtype=torch.float32),
         topk_ids=torch.empty(TOKENS, layer.top_k, dtype=torch.int32),
-        router_logits=torch.empty(TOKENS, layer.num_experts, dtype=torch.float32),
+        router_logits=logits,
     )
     dispatched = call(
         StandardDispatchOutput,

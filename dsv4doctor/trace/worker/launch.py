@@ -128,7 +128,7 @@ class _Launch:
         reader = LayerReader(role, watch, self._speculative_default())
         for name, module in model.named_modules():
             if isinstance(module, FusedMoE):
-                self.result["layers"].append(reader.read(name, module))
+                self.result["layers"].append(reader.read(name, module, _router(model, name)))
         self.model = model  # kept: the draft of a release may look at the target
         if self.job.get("with_paths"):
             started = time.perf_counter()
@@ -162,7 +162,8 @@ class LayerReader:
         self.follows = speculative_follows_main
         self.outcomes = {}
 
-    def read(self, name, layer):
+    def read(self, name, layer, router):
+        """`router` chooses the experts of each token; None: it was not found."""
         method = layer.quant_method
         seen = self.watch.found.get(id(layer), {"decided_at": None, "flags_consulted": []})
         flags = list(seen["flags_consulted"])
@@ -178,16 +179,22 @@ class LayerReader:
             "flags_consulted": flags,
             "weights": _dtype_of_weights(layer),
         }
-        key = repr([read["quant_method"], read["runner_backend"], read["decided_at"]]) + _shape(
-            layer
-        )
+        # Of the runners only TensorRT-LLM's can be left the routing.
+        router = router if "trtllm" in (read["runner_backend"] or "") else None
+        dispatch = (read["quant_method"], read["runner_backend"], read["decided_at"])
+        key = repr([*dispatch, type(router).__name__]) + _shape(layer)
         if key not in self.outcomes:
-            outcome = forward.run_layer(layer)
+            outcome = forward.run_layer(layer, router)
             error = outcome.pop("error")
             phase = outcome.pop("phase", None)
             outcome["error"] = describe_error(f"{self.role} {phase}", error) if error else None
             self.outcomes[key] = outcome
         return {**read, **self.outcomes[key]}
+
+
+def _router(model, name):
+    """The module beside a layer's experts that chooses among them."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "topk", None)
 
 
 def backend_of(runner):
