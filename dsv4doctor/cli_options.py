@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
+
+from dsv4doctor.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 FLAGS_KEY = "dsv4doctor.sglang_flags"
@@ -38,6 +41,28 @@ class FlagsCommand(click.Command):
             ctx.meta[FLAGS_KEY] = tuple(args[cut + 1 :])
             args = args[:cut]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for parameter in self.params:
+            _refuse_empty(ctx, parameter)
+        return super().invoke(ctx)
+
+
+_NEVER_EMPTY = ("model", "launch", "sglang", "python", "snapshot", "config", "host")
+
+
+def _refuse_empty(ctx: click.Context, parameter: click.Parameter) -> None:
+    """UsageError for "" on the command line, as of a shell's unset variable: what is meant would be
+    the default, and another tree or launch than the user's."""
+    name = parameter.name or ""
+    is_given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    value = ctx.params.get(name)
+    is_empty = value == "" or (
+        name == "launch" and value == ("",)
+    )  # of a list, its own reader says
+    if name in _NEVER_EMPTY and is_given and is_empty:
+        called = "MODEL" if isinstance(parameter, click.Argument) else parameter.opts[-1]
+        raise UsageError(f"{called}: empty", "leave it out, or give a value")
 
 
 def option(*names: str, **settings: Any) -> Callable[[F], F]:

@@ -76,6 +76,8 @@ def check_writable(output: str | None, flag: str = "--output") -> None:
     checkpoint or an SGLang tree, before the work is done."""
     if output is None:
         return
+    if not output:
+        raise UsageError(f"{flag}: empty", "leave it out, or give a file")
     refuse_place(output, flag)
     hint = "give another file"
     if os.path.isdir(output):

@@ -170,3 +170,30 @@ def test_the_summary_of_a_trace_counts_layers() -> None:
     shown = report(facts("sm_120", [*MAIN_CUTLASS, DRAFT_TRTLLM]))
     assert layer_summary(shown) == "layers: 3 main runs, 1 draft fails"
     assert "DSV" not in render_trace(shown, 100, False, verbose=False, why=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *(("check", option) for option in ("--launch", "--sglang", "--python", "--snapshot")),
+        *(("fix --status", option) for option in ("--sglang", "--python", "--config")),
+        *(("plan single x", option) for option in ("--sglang", "--python", "--host")),
+        *(("matrix x", option) for option in ("--launch", "--python")),
+        *((command, "--output") for command in ("check", "snapshot", "diff a b", "profile a")),
+        ("trace", "MODEL"),
+    ],
+)
+def test_an_empty_value_is_not_the_default(
+    capsys: pytest.CaptureFixture[str], command: str, option: str
+) -> None:
+    """As of `--sglang "$TREE"` without such a variable: another tree would be patched."""
+    given = [""] if option == "MODEL" else [option, ""]
+    said = _refused(capsys, *command.split(), *given)
+    assert said.startswith(f"dsv4doctor: {option}: empty. Leave it out, or give a ")
+
+
+def test_an_empty_variable_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4DOCTOR_SGLANG", "")
+    assert "no MODEL and no --launch given" in _refused(capsys, "check")
