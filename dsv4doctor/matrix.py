@@ -15,7 +15,7 @@ from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Arch, Layer, Role, StoredFormat, Trace, Verdict
-from dsv4doctor.verdicts import drops_clamp, judge, known_kernel
+from dsv4doctor.verdicts import drops_clamp, judge, known_kernel, raised
 
 _WORST = (Verdict.FAILS, Verdict.UNKNOWN, Verdict.FALLBACK, Verdict.RUNS)
 WORKING = (Verdict.RUNS, Verdict.FALLBACK)
@@ -150,9 +150,7 @@ def _stopped(trace: Trace, role: Role) -> Part | None:
     before = (Role.MAIN.value,) if role is Role.DRAFT and not trace.of(Role.MAIN) else ()
     for error in trace.errors:
         if error.phase.startswith((*phases, *before)):
-            at = f" at {error.at.file}:{error.at.line}" if error.at else ""
-            message = error.message.splitlines()[0][:200] if error.message else "no message"
-            return Part(Verdict.FAILS, f"SGLang raises {error.type}{at}: {message}")
+            return Part(Verdict.FAILS, raised(error))
     stops = (text for text in trace.unresolved if not some or text.startswith(role.value))
     reason = next(stops, None)
     return Part(Verdict.UNKNOWN, f"the trace stopped short: {reason}") if reason else None

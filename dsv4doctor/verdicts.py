@@ -229,7 +229,7 @@ def judge_path(path: HotPath, arch: Arch, grounds: Grounds | None = None) -> Hot
     caveat (`path.reason`) are never promised to run.
     """
     if path.error is not None:
-        return replace(path, verdict=Verdict.FAILS, reason=_raised(path.error))
+        return replace(path, verdict=Verdict.FAILS, reason=raised(path.error))
     if path.kernel is not None:
         verdict, reason = judge_kernel(path.kernel.symbol, arch, grounds)
         if path.reason and verdict is not Verdict.FAILS:
@@ -240,7 +240,8 @@ def judge_path(path: HotPath, arch: Arch, grounds: Grounds | None = None) -> Hot
     return replace(path, verdict=Verdict.UNKNOWN, reason=reason)
 
 
-def _raised(error: SglangError) -> str:
+def raised(error: SglangError) -> str:
+    """What SGLang raises, where, and the first line of what it says."""
     where = f" at {error.at.file}:{error.at.line}" if error.at else ""
     message = error.message.splitlines()[0][:200] if error.message else "no message"
     return f"SGLang raises {error.type}{where}: {message}"
@@ -250,7 +251,7 @@ def _verdict(
     layer: Layer, arch: Arch, call_text: str, grounds: Grounds | None
 ) -> tuple[Verdict, str]:
     if layer.error is not None:
-        return Verdict.FAILS, _raised(layer.error)
+        return Verdict.FAILS, raised(layer.error)
     if layer.kernel is None:
         return Verdict.UNKNOWN, layer.reason or "the trace reached no kernel for this layer"
     verdict, reason = _of_kernel(layer.kernel.symbol, layer.quant_method, arch, call_text, grounds)
