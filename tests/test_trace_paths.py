@@ -178,7 +178,8 @@ def test_what_sglang_raises_after_the_first_kernel_counts(
     def launch() -> None:
         forward.RECORDER.note("flashinfer.fused_moe.cutlass_fused_moe", None)
 
-    monkeypatch.setattr(forward, "_apply", lambda layer: scope["apply"](launch))
+    monkeypatch.setattr(forward, "_apply", lambda layer, unrouted: scope["apply"](launch))
+    monkeypatch.setattr(forward, "_other_dispatcher", lambda: None)
     outcome = forward.run_layer(types.SimpleNamespace(quant_method=None))
     assert outcome["kernel"]["symbol"] == "flashinfer.fused_moe.cutlass_fused_moe"
     assert (outcome["error"] is not None) is fails
