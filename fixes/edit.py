@@ -60,7 +60,7 @@ class Piece:
 
     def at(self, node: cst.CSTNode) -> Location:
         line, _ = self.lines_of(node)
-        source = self.text.splitlines()[line - self.start].strip()
+        source = lines_in(self.text)[line - self.start].strip()
         return Location(self.file, line, self.name, source)
 
     def find(self, matcher: m.BaseMatcherNode) -> list[cst.CSTNode]:
@@ -71,7 +71,7 @@ class Piece:
     def source(self, node: cst.CSTNode) -> str:
         """The lines of `node` in the file, without their common indentation."""
         first, last = self.lines_of(node)
-        lines = self.text.splitlines()[first - self.start : last - self.start + 1]
+        lines = lines_in(self.text)[first - self.start : last - self.start + 1]
         margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
         return "\n".join(line[margin:].rstrip() for line in lines)
 
@@ -106,9 +106,15 @@ def find_piece(sources: Sources, file: str, name: str) -> Piece | None:
         scope = node
     assert isinstance(scope, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
     start = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
-    lines = text.splitlines(keepends=True)
+    lines = lines_in(text)
     body = "".join(lines[start - 1 : scope.end_lineno])
     return Piece(file, name, start, body, "\r\n" if "\r\n" in body else "\n")
+
+
+def lines_in(text: str) -> list[str]:
+    """Its lines with their ends, as Python counts them: `str.splitlines` takes a form feed and
+    characters inside of strings for ends too."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -134,8 +140,8 @@ def find_methods(sources: Sources, file: str, name: str) -> Iterator[Piece]:
 
 def with_piece(sources: Sources, piece: Piece, new: str) -> str:
     """The whole text of the piece's file with `new` in its place."""
-    lines = sources[piece.file].splitlines(keepends=True)
-    count = len(piece.text.splitlines())
+    lines = lines_in(sources[piece.file])
+    count = len(lines_in(piece.text))
     return "".join([*lines[: piece.start - 1], new, *lines[piece.start - 1 + count :]])
 
 
@@ -263,7 +269,7 @@ def own_mark(sources: Sources, files: Sequence[str], fix: str) -> Present | None
         text = sources.get(file, "")
         if f"dsv4doctor {fix}" not in text:
             continue
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(lines_in(text), 1):
             if re.search(rf"#\s*dsv4doctor {fix}\b", line):
                 return Present(Location(file, number, source=line.strip()), "applied by dsv4doctor")
     return None

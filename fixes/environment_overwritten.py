@@ -78,7 +78,7 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
 
 def _functions(sources: Sources, file: str) -> Iterator[str]:
     """The file's functions and methods that name the variable."""
-    lines = sources.get(file, "").splitlines()
+    lines = edit.lines_in(sources.get(file, ""))
     at = [number for number, line in enumerate(lines, 1) if _KNOWN_BY in line]
     for scope in getattr(edit.parsed(sources, file), "body", ()):
         ahead = f"{scope.name}." if isinstance(scope, ast.ClassDef) else ""

@@ -390,6 +390,20 @@ def test_line_endings_and_odd_indentation_are_kept() -> None:
     assert new == text + "                        b = 2\r\n"
 
 
+def test_a_line_is_what_python_takes_for_one() -> None:
+    """A form feed ends no line, nor does a separator in a string, before or in the function."""
+    example = BY_ID["FIX107"].examples[0]
+    assert example.after is not None
+    [(file, before)], [(_, after)] = example.before.items(), example.after.items()
+    odd = "# one\n\x0c\nNAME = 'a\u2028b'\n"
+    inside = ("SM120 lacks", "SM120\x85 lacks")
+    outcome = BY_ID["FIX107"].plan({file: odd + before.replace(*inside)}, Choice())
+    assert isinstance(outcome, Change)
+    assert outcome.sources[file] == odd + after.replace(*inside)
+    assert [at.line for at in outcome.at] == [9, 12, 14]
+    assert outcome.at[0].source == "envs.SGLANG_OPT_USE_TOPK_V2.set(False)"
+
+
 def test_the_verifying_command_is_the_remedy_of_our_own_kernel() -> None:
     said = "it serves after `dsv4doctor kernels verify --only moe_mxfp4` on the serving machine"
     ours = replace(DRAFT_CUTLASS, verdict=Verdict.UNKNOWN, reason=said)
