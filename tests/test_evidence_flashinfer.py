@@ -309,6 +309,8 @@ def test_evidence_counts_for_the_sglang_that_requires_it(tmp_path: Path) -> None
     stack = Stack("python", "3.12", (Package("flashinfer-python", "0.7.2", None, None),), evidence)
     pinned = _tree(tmp_path, "wheel", "flashinfer_python[cu13]==0.7.2")
     assert grounds(stack, pinned) == Grounds(evidence, "0.7.2", missing="")
+    mute = replace(stack, evidence=KernelEvidence("0.7.2", "its sources say nothing"))
+    assert grounds(mute, pinned).missing == "of FlashInfer 0.7.2 its sources say nothing"
     other = grounds(stack, _tree(tmp_path, "wheel", "flashinfer_python[cu13]==0.6.17"))
     assert (other.flashinfer, other.evidence.flashinfer) == ("0.6.17", None)
     assert other.missing == (

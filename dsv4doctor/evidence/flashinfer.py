@@ -31,9 +31,7 @@ _MAX_DEPTH = 5
 _MAX_SOURCE_BYTES = 4 << 20
 
 
-def read_declarations(
-    root: Path, cubins: Path | None = None, modules: tuple[str, ...] = MODULES
-) -> tuple[Declaration, ...]:
+def read_declarations(root: Path, cubins: Path | None = None) -> tuple[Declaration, ...]:
     """What the FlashInfer in the folder `root` says of its public functions, in their order.
 
     `cubins` is the folder of its prebuilt kernels, where there is one.
@@ -41,7 +39,7 @@ def read_declarations(
     package = Package(root)
     reader = _Reader(package, cubins)
     found: list[Declaration] = []
-    for module in modules:
+    for module in MODULES:
         for name in package.offered(f"{package.name}.{module}"):
             private = name.startswith("_") and not module.endswith("sm120")
             if private or _GETTER.fullmatch(name):

@@ -56,7 +56,9 @@ def grounds(stack: Stack | None, tree: SglangTree) -> Grounds:
             pinned,
             _missing(here, tree, pinned),
         )
-    return Grounds(evidence, evidence.flashinfer, missing="")
+    problem = evidence.flashinfer_problem
+    silent = f"of FlashInfer {evidence.flashinfer} {problem}" if problem else ""
+    return Grounds(evidence, evidence.flashinfer, missing=silent)
 
 
 def _missing(what: str, tree: SglangTree, pinned: str | None) -> str:

@@ -26,10 +26,10 @@ _MAX_BYTES = 512 << 20
 """Of the sources that are unpacked."""
 
 
-def of_release(version: str, cache: Path, python: str = sys.executable) -> KernelEvidence:
+def of_release(version: str, cache: Path) -> KernelEvidence:
     """The declarations of flashinfer-python `version`, from `cache` or read from its wheel.
 
-    `python` is an interpreter with pip.  Raises UndeterminedError when it cannot be fetched.
+    Raises UndeterminedError when it cannot be fetched.
     """
     try:
         name = str(Version(version))
@@ -40,7 +40,7 @@ def of_release(version: str, cache: Path, python: str = sys.executable) -> Kerne
     if known is not None:
         return known
     with tempfile.TemporaryDirectory(prefix="dsv4doctor-") as scratch:
-        wheel = _download(name, Path(scratch), python)
+        wheel = _download(name, Path(scratch))
         folder = Path(scratch) / "sources"
         try:
             unpack_sources(wheel, folder)
@@ -73,10 +73,10 @@ def _sources(archive: zipfile.ZipFile) -> Iterator[zipfile.ZipInfo]:
             yield member
 
 
-def _download(version: str, scratch: Path, python: str) -> Path:
+def _download(version: str, scratch: Path) -> Path:
     target = scratch / "wheel"
-    command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
-    command += ["--progress-bar=off", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--quiet", "--progress-bar=off", "--no-input", "--disable-pip-version-check"]
     command += [f"--dest={target}", f"flashinfer-python=={version}"]
     try:
         ended = subprocess.run(

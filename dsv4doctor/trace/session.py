@@ -297,6 +297,7 @@ class _Worker:
             )
         except (OSError, ValueError) as error:
             self.pipe.close()
+            self.errors.close()
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
                 f"{request.interpreter}: cannot be started ({reason})",

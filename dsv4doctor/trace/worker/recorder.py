@@ -47,10 +47,10 @@ def _is_plumbing(filename):
     )
 
 
-def stack_of(frame, limit=16):
-    """SGLang's functions from a frame outwards: [(name, file, line)]."""
+def stack_of(frame):
+    """SGLang's functions from a frame outwards, at most 16: [(name, file, line)]."""
     stack = []
-    while frame is not None and len(stack) < limit:
+    while frame is not None and len(stack) < 16:
         code = frame.f_code
         if "/sglang/" in code.co_filename:
             stack.append((code.co_name, code.co_filename, frame.f_lineno))

@@ -185,8 +185,9 @@ def prepare_layers(server_args, config):
         call(initialize, model_config=config, server_args=server_args)
 
 
-def _size_dp_buffers(view, tokens=8):
-    """Data-parallel attention: what each forward says of its batch, here `tokens` on every rank."""
+def _size_dp_buffers(view):
+    """Data-parallel attention: what each forward says of its batch, here 8 tokens a rank."""
+    tokens = 8
     size = optional("sglang.srt.layers.dp_attention", "set_dp_buffer_len")
     if size is None or not getattr(view, "enable_dp_attention", False):
         return
