@@ -91,7 +91,7 @@ def _tokens(layer):
     return hidden, torch.empty(TOKENS, layer.num_experts, dtype=torch.float32)
 
 
-def _apply(layer, unrouted):
+def _apply(layer, unrouted=None):
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
