@@ -444,12 +444,12 @@ def test_bad_scripts(name: str, tmp_path: Path) -> None:
     content, message = BAD_SCRIPTS[name]
     path = tmp_path / "serve.sh"
     path.write_bytes(content)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UsageError, match=message) as caught:
         read_script(path, BASE)
     assert "serve.sh" in caught.value.message
     assert caught.value.hint
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_paths_that_are_no_file(tmp_path: Path) -> None:
@@ -493,10 +493,10 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
 def test_a_long_script_of_anything_ends_soon(unit: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.sh"
     path.write_text(unit * ((1 << 17) // len(unit)))
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UsageError):
         read_script(path, {})
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 _TOKENS = st.sampled_from(
