@@ -51,6 +51,7 @@ def test_a_flag_sglang_does_not_know(
         ("import os, tempfile; os.rename(tempfile.mkdtemp(), '{target}')", "not allowed"),
         ("import os, tempfile; os.symlink(tempfile.mkdtemp(), '{target}')", "not allowed"),
         ("import socket; socket.create_connection(('127.0.0.1', 9))", "network"),
+        ("import socket; socket.gethostbyname('localhost')", "network"),
         ("import os; os.system('true')", "not started"),
         ("import subprocess; subprocess.run(['true'])", "not started"),
     ],

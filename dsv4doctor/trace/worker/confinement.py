@@ -7,7 +7,10 @@ again, and a fork inherits it.
 import os
 import sys
 
-_NETWORK = {"socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo"}
+_NETWORK = {
+    *("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg"),
+    *("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"),
+}
 _PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn"}
 _CHANGES = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.chown"), (0,)),
