@@ -123,7 +123,7 @@ SM120 = {
             "--quantization",
             HYBRID,
             (*CUTLASS, "--quantization", "modelopt_fp4"),
-            ("DSV301",),
+            ("DSV301", "DSV108"),
             ("DSV101",),
         ),
         Case("EAGLE asked of a DSpark draft", STOCK_DSPARK, EAGLE, ("DSV403",), ("DSV201",)),
