@@ -51,15 +51,21 @@ _UNITS = {"B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
 def default_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Where dsv4doctor keeps what it can fetch again: $DSV4DOCTOR_CACHE, or the user's cache.
 
-    Raises UsageError when it names a home folder that there is not.
+    Raises UsageError when it names a home folder that there is not, and for a user without one.
     """
     chosen = environment.get("DSV4DOCTOR_CACHE")
     if not chosen:
-        return platformdirs.user_cache_path("dsv4doctor")
-    folder = os.path.expanduser(chosen)
-    if folder.startswith("~"):
+        with contextlib.suppress(RuntimeError):
+            folder = platformdirs.user_cache_path("dsv4doctor")
+            if folder.is_absolute():
+                return folder
+        raise UsageError(
+            "this user has no home folder", "set HOME, or DSV4DOCTOR_CACHE to a folder"
+        )
+    named = os.path.expanduser(chosen)
+    if named.startswith("~"):
         raise UsageError(f"DSV4DOCTOR_CACHE {chosen}: no such user", "set it to a folder")
-    return Path(folder)
+    return Path(named)
 
 
 def fetch_tree(

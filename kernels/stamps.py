@@ -118,21 +118,37 @@ def write(
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise UndeterminedError(
-            f"{path}: cannot be written ({error.strerror})",
-            f"set {STATE_VARIABLE} to a folder that can",
-        ) from error
+        raise _unwritable(path, error) from error
     return path
 
 
 def remove(name: str, platform: Platform) -> None:
-    """Takes the stamp of `name` on this GPU model away, if there is one."""
-    path_of(name, platform).unlink(missing_ok=True)
+    """Takes the stamp of `name` on this GPU model away, if there is one.
+
+    Raises UndeterminedError when it cannot be taken away.
+    """
+    path = path_of(name, platform)
+    try:
+        path.unlink(missing_ok=True)
+    except NotADirectoryError:
+        return
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> UndeterminedError:
+    return UndeterminedError(
+        f"{path}: cannot be written ({error.strerror})",
+        f"set {STATE_VARIABLE} to a folder that can",
+    )
 
 
 def stale(name: str, platform: Platform, folder: Path = catalog.FOLDER) -> str | None:
     """Why there is no valid stamp, in a few words; None: there is one."""
-    path = path_of(name, platform)
+    try:
+        path = path_of(name, platform)
+    except UsageError as error:  # asked in the server too, which goes on without
+        return f"has no stamp: {error.message} ({error.hint})"
     try:
         stored = _stored(path)["key"]
         wanted = key(name, platform, folder)

@@ -66,8 +66,9 @@ def is_snapshot(folder: Path) -> bool:
 
 def _expanded(path: str, environment: Mapping[str, str]) -> Path:
     if path == "~" or path.startswith("~/"):
-        home = environment.get("HOME")
-        return (Path(home) if home else Path.home()) / path[2:]
+        # not Path.home: it raises for a user without a home, whose "~" then stays
+        home = environment.get("HOME") or os.path.expanduser("~")
+        return Path(home) / path[2:]
     return Path(path)
 
 
