@@ -24,7 +24,7 @@ _ARCHS = ("auto", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 @click.command(
     "diagnose",
     epilog="Exit codes: 0 nothing wrong in the log, 1 a cause was found, 2 wrong usage or "
-    "unreadable input, 3 an error that no signature explains.",
+    "unreadable input, 3 an error that no signature explains, or that the log does not show.",
 )
 @click.argument("log")
 @click.option(

@@ -13,7 +13,8 @@ from dsv4doctor.rules.common import set_by_user
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.topology import has_nvlink, machine, ranks
 
-_LEVELS_OF_NVLINK = ("LOC", "NVL", "0", "1")
+_NEVER = ("LOC", "0")
+"""NCCL_P2P_LEVEL for no peer-to-peer at all; as a number, 1 and above are levels of PCIe."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -37,22 +38,23 @@ def check(facts: Facts) -> Iterator[Finding]:
             "It does nothing here, or NCCL stops while it sets multicast up.",
             "Unset NCCL_NVLS_ENABLE.",
         )
-    if not nvlink and level in _LEVELS_OF_NVLINK and not off:
+    if not nvlink and level == "NVL" and not off:
         yield _finding(
             "NCCL_P2P_LEVEL",
-            f"NCCL_P2P_LEVEL={level} allows peer-to-peer over NVLink only, and there is none.",
+            "NCCL_P2P_LEVEL=NVL allows peer-to-peer over NVLink only, and there is none.",
             "All that the ranks exchange goes through host memory.",
             "Unset it, or use PIX, PXB, PHB or SYS; where peer-to-peer hangs on this machine, "
             "NCCL_P2P_DISABLE=1 says so plainly.",
         )
-    if nvlink and off:
+    if nvlink and (off or level in _NEVER):
+        name, value = ("NCCL_P2P_DISABLE", "1") if off else ("NCCL_P2P_LEVEL", level)
         yield _finding(
-            "NCCL_P2P_DISABLE",
-            "NCCL_P2P_DISABLE=1 switches NVLink off.",
+            name,
+            f"{name}={value} switches NVLink off.",
             "All that the ranks exchange goes through host memory instead of NVLink.",
-            "Unset NCCL_P2P_DISABLE.",
+            f"Unset {name}.",
         )
-    no_peers = off or (not nvlink and level in _LEVELS_OF_NVLINK)
+    no_peers = off or level in _NEVER or (not nvlink and level == "NVL")
     if no_peers and set_by_user(facts, "NCCL_SHM_DISABLE") == "1":
         yield _finding(
             "NCCL_SHM_DISABLE",
@@ -104,6 +106,13 @@ EXAMPLES = (
         machine(2, "sm_100", links=(_NVLINK, _NVLINK), environment={"NCCL_P2P_DISABLE": "1"}),
         expect=("NCCL_P2P_DISABLE",),
     ),
+    Example(
+        "NVLink switched off by its level",
+        machine(2, "sm_100", links=(_NVLINK, _NVLINK), environment={"NCCL_P2P_LEVEL": "LOC"}),
+        expect=("NCCL_P2P_LEVEL",),
+    ),
+    Example("within a PCIe switch, as a number", machine(environment={"NCCL_P2P_LEVEL": "1"})),
+    Example("off on PCIe by its level", machine(environment={"NCCL_P2P_LEVEL": "LOC"})),
     Example(
         "neither peers nor shared memory",
         machine(environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
