@@ -341,6 +341,28 @@ def test_a_config_file_counts_as_flags(
     assert cache.key(asked) != before
 
 
+def test_a_config_file_names_the_drafts_runner(
+    sglang_tree: Tree, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Only where nothing says it does the draft's runner follow --moe-runner-backend."""
+    config = tmp_path / "serve.yaml"
+    runners = {"moe-runner-backend": "marlin", "speculative-moe-runner-backend": "triton"}
+    config.write_text("".join(f"{name}: {value}\n" for name, value in runners.items()))
+    flags = tuple(word for name, value in runners.items() for word in (f"--{name}", value))
+    said, filed = (
+        traced(outcome).of(Role.DRAFT)
+        for outcome in trace_launches(
+            [
+                request(sglang_tree("0.5.23"), checkpoint(STOCK), (*EAGLE, *more))
+                for more in (flags, ("--config", str(config)))
+            ],
+            use_cache=False,
+        )
+    )
+    assert said == filed
+    assert said[0].flags_consulted == ("speculative_moe_runner_backend",)
+
+
 def test_data_parallel_attention_reaches_its_kernel(
     sglang_tree: Tree, checkpoint: Checkpoint
 ) -> None:

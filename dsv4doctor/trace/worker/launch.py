@@ -3,7 +3,7 @@
 import os
 import time
 
-from . import clamp, decisions, forward, serving
+from . import clamp, decisions, forward, lean, serving
 from .tensors import Redirect
 
 
@@ -149,8 +149,7 @@ class _Launch:
 
     def _speculative_default(self):
         """True when --speculative-moe-runner-backend was not given and follows the main one."""
-        given = {argument.split("=", 1)[0] for argument in self.job["arguments"]}
-        return "--speculative-moe-runner-backend" not in given
+        return "--speculative-moe-runner-backend" not in lean.named_flags(self.job["arguments"])
 
 
 class LayerReader:

@@ -66,7 +66,7 @@ def inert_for(tree, arguments, whole=False):
     """
     prefixes = list(_HUGGING_FACE)
     if not whole:
-        named = _named_flags(arguments)
+        named = named_flags(arguments)
         prefixes += _TORCH
         prefixes += [
             prefix
@@ -86,7 +86,7 @@ def inert_for(tree, arguments, whole=False):
     return inert
 
 
-def _named_flags(arguments):
+def named_flags(arguments):
     """The flags among the arguments, and those in the --config files that they name."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
     for before, argument in itertools.pairwise(arguments):
