@@ -8,6 +8,31 @@ import torch
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.kernels.moe_launch import Experts, run_experts
+from dsv4doctor.kernels.verify import require_stamp
+
+
+class Method:
+    """What both quant methods share: weights as the checkpoint has them, and no runner."""
+
+    operation: str
+    """Our kernel."""
+    where: str
+    """The layer, in an error."""
+    load_up_proj_weight_first = False
+    runner = None
+    _limit: float | None = None
+
+    def get_moe_runner_backend(self, layer: Any) -> None:
+        """None: a direct kernel that takes standard top-k output with local ids."""
+        return None
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        """Raises UnverifiedKernelError on a GPU where the kernel was not verified: before the
+        weights are loaded, which takes minutes."""
+        require_stamp(self.operation, device_of(layer))
+        check_runner(moe_runner_config, self.where)
+        self.moe_runner_config = moe_runner_config
+        self._limit = moe_runner_config.swiglu_limit
 
 
 def check_runner(config: Any, where: str) -> None:

@@ -18,7 +18,6 @@ import torch
 
 from dsv4doctor.kernels.adapters import moe_common
 from dsv4doctor.kernels.moe_launch import Experts
-from dsv4doctor.kernels.verify import require_stamp
 
 GROUP = 32
 
@@ -36,20 +35,15 @@ def method_class() -> type:
     return type("Dsv4DoctorMxfp4MoEMethod", (_Mxfp4Method, Mxfp4MarlinMoEMethod), {})
 
 
-class _Mxfp4Method:
+class _Mxfp4Method(moe_common.Method):
     """Weights as the checkpoint has them: w13 [gate; up], E8M0 scales, nothing repacked."""
 
-    load_up_proj_weight_first = False
+    operation = "moe_mxfp4"
 
     def __init__(self, fp8_method: Any, prefix: str) -> None:
         super().__init__(fp8_method, prefix)
-        self.runner = None
+        self.where = prefix
         self._small_scales = False
-        self._limit: float | None = None
-
-    def get_moe_runner_backend(self, layer: Any) -> None:
-        """None: a direct kernel that takes standard top-k output with local ids."""
-        return None
 
     def create_weights(
         self,
@@ -64,7 +58,7 @@ class _Mxfp4Method:
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
 
         e, h, i = num_experts, hidden_size, intermediate_size_per_partition
-        moe_common.check_sizes(h, i, self.prefix)
+        moe_common.check_sizes(h, i, self.where)
         scale_attrs = dict(extra_weight_attrs)
         scale_attrs["quant_method"] = FusedMoeWeightScaleSupported.BLOCK.value
         scale_attrs["format_ue8m0"] = False
@@ -74,14 +68,6 @@ class _Mxfp4Method:
             ones = torch.full((e, rows, k // GROUP), 127, dtype=torch.uint8)
             scale = ones.view(torch.float8_e8m0fnu)
             moe_common.new_parameter(layer, f"{name}_weight_scale_inv", scale, scale_attrs)
-
-    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Raises UnverifiedKernelError on a GPU where the kernel was not verified: before the
-        weights are loaded, which takes minutes."""
-        require_stamp("moe_mxfp4", moe_common.device_of(layer))
-        moe_common.check_runner(moe_runner_config, self.prefix)
-        self.moe_runner_config = moe_runner_config
-        self._limit = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Looks at the scales once; changes no tensor, so it can be called after each reload."""

@@ -16,7 +16,6 @@ import torch
 from dsv4doctor.errors import UsageError
 from dsv4doctor.kernels.adapters import moe_common
 from dsv4doctor.kernels.moe_launch import Experts
-from dsv4doctor.kernels.verify import require_stamp
 
 GROUP = 16
 
@@ -55,15 +54,15 @@ def _in_checkpoint_order(layer: Any, loader: Callable[..., Any] | None) -> Any:
     return load if loader else None
 
 
-class _NvFp4Method:
+class _NvFp4Method(moe_common.Method):
     """Weights as the checkpoint has them: w13 [gate; up], E4M3 scales, nothing swizzled."""
 
-    load_up_proj_weight_first = False
+    operation = "moe_nvfp4"
+    where = "NVFP4 experts"
     enable_flashinfer_cutlass_moe = False
     enable_flashinfer_cutedsl_moe = False
     enable_flashinfer_trtllm_moe = False
     use_flashinfer_trtllm_weight_layout = False
-    runner = None
 
     def __init__(self, quant_config: Any) -> None:
         # SGLang's own constructor refuses GPUs and backends that do not concern this kernel.
@@ -72,11 +71,6 @@ class _NvFp4Method:
         if quant_config.group_size != GROUP:
             raise UsageError(f"routed experts: NVFP4 groups of {quant_config.group_size}, not 16")
         self.quant_config = quant_config
-        self._limit: float | None = None
-
-    def get_moe_runner_backend(self, layer: Any) -> None:
-        """None: a direct kernel that takes standard top-k output with local ids."""
-        return None
 
     def create_weights(
         self,
@@ -91,7 +85,7 @@ class _NvFp4Method:
         from sglang.srt.layers.parameter import ModelWeightParameter, PerTensorScaleParameter
 
         h, i = hidden_size, intermediate_size_per_partition
-        moe_common.check_sizes(h, i, "NVFP4 experts")
+        moe_common.check_sizes(h, i, self.where)
         layer.intermediate_size_per_partition = i
         layer.params_dtype = params_dtype
         layer.quant_config = self.quant_config
@@ -119,14 +113,6 @@ class _NvFp4Method:
         # For activations in FP4; loaded because the checkpoint has them, and not used.
         for name, shape in (("w13", (layer.num_experts, 2)), ("w2", (layer.num_experts,))):
             scalar(f"{name}_input_scale", *shape)._sglang_require_global_experts = True
-
-    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Raises UnverifiedKernelError on a GPU where the kernel was not verified: before the
-        weights are loaded, which takes minutes."""
-        require_stamp("moe_nvfp4", moe_common.device_of(layer))
-        moe_common.check_runner(moe_runner_config, "NVFP4 experts")
-        self.moe_runner_config = moe_runner_config
-        self._limit = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leaves every tensor as loaded."""

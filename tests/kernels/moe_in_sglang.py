@@ -121,10 +121,9 @@ def run():
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    from dsv4doctor.kernels.adapters import moe_mxfp4, moe_nvfp4
+    from dsv4doctor.kernels.adapters import moe_common, moe_mxfp4, moe_nvfp4
 
-    for module in (moe_mxfp4, moe_nvfp4):
-        module.require_stamp = lambda name, device: None
+    moe_common.require_stamp = lambda name, device: None
     if FORMAT == "mxfp4":
         method = moe_mxfp4.mxfp4_moe_method(object(), "model.layers.0.mlp.experts")
     else:

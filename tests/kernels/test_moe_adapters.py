@@ -86,7 +86,9 @@ def test_an_unverified_kernel_stops_the_model_build(method, tmp_path, monkeypatc
     monkeypatch.delenv("DSV4DOCTOR_ALLOW_UNVERIFIED", raising=False)
     layer = SimpleNamespace(w13_weight=torch.zeros(1))
     with pytest.raises(DoctorError):
-        method.create_moe_runner(SimpleNamespace(), layer, SimpleNamespace())
+        method.create_moe_runner(
+            SimpleNamespace(operation=method.operation), layer, SimpleNamespace()
+        )
 
 
 def test_top_k_output_without_ids_is_refused(monkeypatch):
