@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,24 @@ def test_a_worker_that_closes_its_pipe_and_lives_on(
     with pytest.raises(UndeterminedError, match="did not finish in time"):
         trace_launch(odd, use_cache=False, timeout=2)
     assert time.monotonic() - started < 30
+
+
+def test_the_last_words_of_a_worker_that_says_a_lot(
+    sglang_tree: Tree, model: Path, tmp_path: Path
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nhead -c 50000000 /dev/zero >&2\necho >&2\necho bye >&2\n")
+    interpreter.chmod(0o755)
+    odd = replace(request(sglang_tree("0.5.14"), model), interpreter=interpreter)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UndeterminedError) as raised:
+            trace_launch(odd, use_cache=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert raised.value.hint == "its last words: bye"
+    assert peak < 20_000_000
 
 
 def test_a_terminated_run_leaves_no_worker_and_no_folder(

@@ -342,8 +342,9 @@ class _Worker:
                     raise UndeterminedError(*_LATE)
 
     def _last_words(self) -> str | None:
-        self.errors.seek(0)
-        lines = self.errors.read()[-4000:].decode(errors="replace").strip().splitlines()
+        size = self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, size - 4000))
+        lines = self.errors.read(4000).decode(errors="replace").strip().splitlines()
         return f"its last words: {lines[-1][:300]}" if lines else None
 
     def close(self) -> None:
