@@ -16,7 +16,8 @@ from dsv4doctor.rules.topology import has_nvlink, machine, pairs, ranks
 def check(facts: Facts) -> Iterator[Finding]:
     trace = facts.trace
     assert trace is not None
-    count = ranks(facts)
+    size = trace.resolved_args.get("tp_size")  # pipeline stages do not reduce together
+    count = min(ranks(facts), size) if isinstance(size, int) else ranks(facts)
     if count < 2 or trace.resolved_args.get("disable_custom_all_reduce") or has_nvlink(facts):
         return
     refused = [one for one in pairs(facts) if one.peer_to_peer not in (None, "ok")]
@@ -62,5 +63,6 @@ EXAMPLES = (
     Example("two PCIe GPUs", machine(2)),
     Example("switched off by hand", machine(4, resolved=_OFF)),
     Example("NVLink", machine(4, "sm_100", links=({"nvlinks": 18},) * 4)),
+    Example("two by two", machine(4, resolved={"tp_size": 2, "pp_size": 2})),
     Example("one rank", machine(1)),
 )
