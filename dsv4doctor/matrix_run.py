@@ -193,6 +193,8 @@ class _Work:
                 ]
         except _Stopped:
             raise
+        except DoctorError as error:
+            return [_failed(key, error) for _, _, key in keys]
         except Exception as error:  # one release must not take the others along
             message = f"internal error ({type(error).__name__}: {error})"
             return [_failed(key, UndeterminedError(message)) for _, _, key in keys]
@@ -213,6 +215,7 @@ class _Work:
                 environment=plan.environment,
                 gpu=gpu,
                 gpu_count=plan.gpu_count if gpu is not None else None,
+                elsewhere=gpu is None,
             )
             for model, flag_set in launches
         ]

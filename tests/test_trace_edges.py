@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tracing import changed_tree, request
 
-from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.facts.tree import read_tree
 from dsv4doctor.models import SglangTree
 from dsv4doctor.trace import cache, session
@@ -57,6 +57,14 @@ def test_a_link_back_into_the_tree_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "sglang" / "a.py").write_text("")
     (tmp_path / "sglang" / "self").symlink_to(".")
     assert cache.content_hash(tmp_path / "sglang")
+
+
+def test_a_tree_that_cannot_be_read_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "loop.py").symlink_to("loop.py")
+    tree = SglangTree(str(tmp_path), "0.5.14", "folder")
+    with pytest.raises(UsageError, match=r"sglang/loop\.py: cannot be read"):
+        trace_launch(request(tree, model))
 
 
 def test_an_unusable_cache_is_no_reason_to_fail(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4doctor import __version__, jsonio
+from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.cache import load_entry, save_entry, write_whole
 from dsv4doctor.facts.hub import hub_cache
 from dsv4doctor.facts.tree import requirements
@@ -43,9 +44,15 @@ def key(request: TraceRequest, hashes: dict[Path, str] | None = None) -> str:
     kept: dict[Path, str] = {} if hashes is None else hashes
 
     def content(folder: Path) -> str:
-        if folder not in kept:
-            kept[folder] = content_hash(folder)
-        return kept[folder]
+        try:
+            if folder not in kept:
+                kept[folder] = content_hash(folder)
+            return kept[folder]
+        except OSError as error:
+            raise UsageError(
+                f"{error.filename or folder}: cannot be read ({error.strerror})",
+                "a tree that is traced has to be readable as a whole",
+            ) from error
 
     described = {
         "tool": __version__,
@@ -63,6 +70,7 @@ def key(request: TraceRequest, hashes: dict[Path, str] | None = None) -> str:
         "arch": request.arch.name,
         "gpu": jsonio.to_plain(request.gpu) if request.gpu else None,
         "gpu_count": request.gpu_count,
+        "elsewhere": request.elsewhere,
         "interpreter": str(request.interpreter),
         "packages": packages(request.interpreter),
         "with_path": request.with_path,
