@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FINDINGS = 1
 """Exit code when a configuration does not fit, a check fails or a row could not be timed."""
+UNDETERMINED = 3
+"""Exit code when there was nothing to check on this GPU."""
 
 
 def _writable(_: click.Context, parameter: click.Parameter, output: Path | None) -> Path | None:
@@ -164,7 +166,8 @@ def verify_command(
 ) -> None:
     """Check every kernel's numbers on this GPU, and stamp those that are right.
 
-    Exit code 1 when a check fails (that kernel's stamp is removed), 3 without a GPU.
+    Exit code 1 when a check fails (that kernel's stamp is removed), 3 without a GPU, or with one
+    that none of the kernels is for.
     """
     from dsv4doctor.kernels import catalog, registry, stamps, verify
 
@@ -192,6 +195,8 @@ def verify_command(
         _write(_verify_table(results), output)
     for name, stamp in stamped.items():
         say(f"{name}: " + (f"verified, {stamp}" if stamp else "NOT verified, no stamp"))
+    if not stamped:
+        sys.exit(UNDETERMINED)
     if not all(result.passed for result in results):
         sys.exit(FINDINGS)
 

@@ -70,6 +70,15 @@ def test_verify_stamps_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stamps.stale("tiny_kernels", HERE, DATA) is not None
 
 
+@pytest.mark.usefixtures("tiny")
+def test_nothing_verified_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "offered", lambda name, arch: False)
+    done = invoke("verify", "--format", "json")
+    assert done.exit_code == 3
+    assert "tiny_kernels: not offered on sm_120" in done.stderr
+    assert json.loads(done.stdout)["stamps"] == {}
+
+
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_no_gpu_is_one_clear_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
