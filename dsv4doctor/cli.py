@@ -257,7 +257,7 @@ def _rendered(run: Run, options: dict[str, Any], name: str) -> str:
 
 def _summary(report: Report, command: str, several: bool) -> str:
     from dsv4doctor.report.console import layer_summary, summary
-    from dsv4doctor.report.paths import only_paths, path_summary
+    from dsv4doctor.report.hot_paths import only_paths, path_summary
 
     cached = ", trace from the cache" if report.facts.trace and report.facts.trace.cached else ""
     name = f"{report.gate.target}: " if several else ""

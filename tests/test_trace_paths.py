@@ -12,7 +12,7 @@ from tracing import request, traced
 from dsv4doctor.audit import judged
 from dsv4doctor.models import ARCHS, Arch, HotPath, Kernel, Role, SglangTree, Trace, Verdict
 from dsv4doctor.report.console import Style, printed
-from dsv4doctor.report.paths import only_paths, path_parts
+from dsv4doctor.report.hot_paths import only_paths, path_parts
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.session import trace_launches
 from dsv4doctor.trace.worker import forward

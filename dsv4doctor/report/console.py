@@ -33,7 +33,7 @@ from dsv4doctor.models import (
 )
 from dsv4doctor.report.common import what_to_do
 from dsv4doctor.report.console_path import decision_path
-from dsv4doctor.report.paths import only_paths, path_parts
+from dsv4doctor.report.hot_paths import only_paths, path_parts
 from dsv4doctor.terminal import harmless
 
 WIDE = 160
