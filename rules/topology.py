@@ -31,10 +31,13 @@ def ranks(facts: Facts) -> int:
 
 
 def used_gpus(facts: Facts) -> tuple[Gpu, ...]:
-    """The machine's GPUs that this launch takes, rank by rank."""
+    """The machine's GPUs that this launch takes, rank by rank; NotChecked where nobody says."""
     everyone = facts.snapshot.gpu.gpus
-    visible = (set_by_user(facts, "CUDA_VISIBLE_DEVICES") or "").split(",")
-    chosen = [gpu for name in visible for gpu in everyone if str(gpu.index) == name.strip()]
+    visible = (set_by_user(facts, "CUDA_VISIBLE_DEVICES") or "").replace(" ", "")
+    names = [name for name in visible.split(",") if name]
+    if not all(name.isdigit() for name in names) and ranks(facts) < len(everyone):
+        raise NotChecked("CUDA_VISIBLE_DEVICES names GPUs by something else than their number")
+    chosen = [gpu for name in names for gpu in everyone if str(gpu.index) == name]
     candidates = chosen or list(everyone)
     arguments: dict[str, Any] = facts.trace.resolved_args if facts.trace else {}
     first = arguments.get("base_gpu_id")

@@ -16,11 +16,13 @@ from dsv4doctor.rules import (
     communication_needs_nvlink,
     deep_gemm_forced,
     dense_fp8_v41,
+    gpus_across_nodes,
     hot_path_fails,
     pd_pair,
 )
 from dsv4doctor.rules.rule import FACTS, Example, Rule
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
+from dsv4doctor.rules.topology import machine
 
 ROOT = Path(__file__).parent.parent
 _CASES = [(module.RULE, example) for module in MODULES for example in module.EXAMPLES]
@@ -139,6 +141,18 @@ def test_a_hot_path_that_fails_is_told_with_its_way_out() -> None:
         "env SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 python -m sglang.launch_server "
         "--model-path model",
     )
+
+
+def test_which_gpus_a_uuid_means_is_not_guessed() -> None:
+    """The first GPUs share a node; the launch's may be any."""
+    uuids = {"CUDA_VISIBLE_DEVICES": "GPU-5fd4f087,GPU-4ea1aa9b"}
+    nodes, two = (0, 0, 1, 1), {"tp_size": 2}
+    some = machine(4, nodes=nodes, resolved=two, environment=uuids)
+    (result,) = run_rules([gpus_across_nodes.RULE], some)
+    assert result.outcome is Outcome.SKIP
+    whole = machine(4, nodes=nodes, environment=uuids)
+    (result,) = run_rules([gpus_across_nodes.RULE], whole)
+    assert result.outcome is Outcome.FINDING
 
 
 def test_dense_layers_of_v41_say_where_they_go() -> None:
