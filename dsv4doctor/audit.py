@@ -118,6 +118,7 @@ def request_of(target: Target, settings: Settings) -> TraceRequest:
         environment=target.environment,
         gpu=target.gpu,
         gpu_count=target.gpu_count,
+        elsewhere=target.elsewhere,
         modules=settings.modules,
     )
 

@@ -88,6 +88,8 @@ class Target:
     gpu: Gpu | None = None
     """The GPU to simulate, when it was looked at; None: a typical one of `arch`."""
     gpu_count: int | None = None
+    elsewhere: bool = False
+    """The launch is for another machine than this one."""
     seconds: float = 0.0
     """Spent on reading the facts."""
     notes: tuple[str, ...] = field(default=())
@@ -148,6 +150,7 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         environment=environment,
         gpu=gpu,
         gpu_count=len(gpus.gpus) if gpu else None,
+        elsewhere=saved is not None or gpu is None,
         seconds=time.monotonic() - started,
         notes=tuple(notes),
     )

@@ -73,6 +73,8 @@ class TraceRequest:
     """The machine's variables under the launch's own; None: this process's."""
     gpu: Gpu | None = None
     gpu_count: int | None = None
+    elsewhere: bool = False
+    """The launch is for another machine: what SGLang asks of this one is stood in for."""
     whole: bool = False
     """Import what SGLang imports, all of it: slow, to check that the lean trace says the same."""
     modules: tuple[str, ...] = ()
@@ -186,6 +188,7 @@ def _run_group(
                 "arguments": request.arguments(),
                 "with_path": request.with_path,
                 "with_paths": request.with_paths,
+                "elsewhere": request.elsewhere,
             }
             for index, request in enumerate(requests)
         ]

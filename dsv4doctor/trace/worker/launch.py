@@ -1,9 +1,10 @@
 """One launch: resolve the arguments, build main and draft, run each kind of layer once."""
 
+import contextlib
 import os
 import time
 
-from . import clamp, decisions, forward, lean, serving
+from . import clamp, decisions, elsewhere, forward, lean, serving
 from .tensors import Redirect
 
 
@@ -83,13 +84,18 @@ class _Launch:
 
     def _arguments(self):
         watch = decisions.ArgumentWatch(serving.FIELDS)
+        machine = contextlib.nullcontext()
+        if self.job.get("elsewhere"):
+            machine = elsewhere.Devices(self.job["arguments"])
         with Redirect("cpu"):
             try:
-                with watch, _captured() as said:
+                with machine as stood_in, watch, _captured() as said:
                     server_args, view = serving.parse_arguments(self.job["arguments"])
             except SystemExit:
                 self.result["usage_error"] = said.getvalue()
                 return False
+            finally:
+                self.result["leniencies"] += stood_in.leniencies() if stood_in else []
             self.server_args, self.view = server_args, view
             self.result["arg_changes"] = watch.finish(server_args)
             self.result["resolved_args"] = {
