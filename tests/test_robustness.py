@@ -142,6 +142,14 @@ def test_full_standard_output(tmp_path: Path, command: str, unbuffered: str) -> 
     _refused(done, "standard output: no space left on device")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_that_takes_a_part_only(tmp_path: Path, unbuffered: str) -> None:
+    """The last block of a disk, or a limit."""
+    for command in ("--help", "kernels list"):
+        done = _shell(f"ulimit -f 1; $D {command} > s.txt", tmp_path, PYTHONUNBUFFERED=unbuffered)
+        _refused(done, "standard output: file too large")
+
+
 @pytest.mark.parametrize("command", ["kernels list", "snapshot -o box.json"])
 def test_full_standard_error_changes_nothing(tmp_path: Path, command: str) -> None:
     assert _shell(f"$D {command} 2>/dev/full", tmp_path).returncode == 0

@@ -82,6 +82,32 @@ def test_a_full_disk_keeps_no_compiled_modules(monkeypatch: pytest.MonkeyPatch) 
     assert session._bytecode_folder() is None
 
 
+def test_a_compiled_module_that_was_cut_short_is_not_kept(tmp_path: Path) -> None:
+    """A quota, or the disk's last blocks."""
+    (tmp_path / "large.py").write_text("value = 7\n" + "def f(): return 'text'\n" * 2000)
+    program = (
+        "import resource, sys\n"
+        "from dsv4doctor.trace.worker import lean\n"
+        "lean.keep_whole_bytecode_only()\n"
+        "sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1] + '/kept'\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), limits[1]))\n"
+        "import large\n"
+        "print(large.value)\n"
+    )
+    for size, kept in ((4096, []), (1 << 24, ["large"])):
+        done = subprocess.run(
+            [sys.executable, "-c", program, tmp_path, str(size)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "7\n"
+        found = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+        assert [path.name.partition(".")[0] for path in found] == kept
+
+
 class _Usage:
     def __init__(self, free: int) -> None:
         self.free = free

@@ -5,6 +5,7 @@ arguments nor quant methods nor the MoE forward is listed.  A module that a flag
 names is never left out (see `inert_for`).
 """
 
+import importlib
 import itertools
 import os
 import re
@@ -199,3 +200,21 @@ def without_token_hashes():
         import torch
 
         hasher.__init__ = lambda self, *args, **kwargs: torch.nn.Module.__init__(self)
+
+
+def keep_whole_bytecode_only():
+    """Python 3.11 keeps a module that a full disk cut short, and fails on it ever after."""
+
+    def write(path, data, mode=0o666):
+        scratch = f"{path}.{os.getpid()}"
+        handle = os.open(scratch, os.O_EXCL | os.O_CREAT | os.O_WRONLY, mode & 0o666)
+        try:
+            with open(handle, "wb", buffering=0) as file:
+                if file.write(data) != len(data):
+                    raise OSError("cut short")
+            os.replace(scratch, path)
+        except OSError:
+            os.unlink(scratch)
+            raise
+
+    importlib._bootstrap_external._write_atomic = write

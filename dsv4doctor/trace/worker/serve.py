@@ -80,6 +80,7 @@ class Worker:
         request = self.request
         caches = [request["bytecode"]] if request.get("bytecode") else []
         sys.dont_write_bytecode = not caches
+        lean.keep_whole_bytecode_only()
         confinement.confine(request["scratch"], caches)
         if request.get("memory_bytes"):
             confinement.limit_memory(request["memory_bytes"])
