@@ -89,7 +89,7 @@ def in_effect(facts: Facts, name: str) -> str | None:
     the user's value, else the default of this SGLang.  None: it does not know the variable.
 
     Raises NotChecked where SGLang stopped before it had set what it sets."""
-    if facts.trace is not None and _stopped_early(facts.trace):
+    if facts.trace is not None and stopped_early(facts.trace):
         raise NotChecked("SGLang stops before it has settled its environment", required=False)
     overwritten = facts.trace.environment_overwritten.get(name) if facts.trace else None
     if overwritten is not None:
@@ -98,7 +98,8 @@ def in_effect(facts: Facts, name: str) -> str | None:
     return default if (value := set_by_user(facts, name)) is None else value
 
 
-def _stopped_early(trace: Trace) -> bool:
+def stopped_early(trace: Trace) -> bool:
+    """True where SGLang did not get to the end of resolving its arguments."""
     return any(error.phase == "arguments" for error in trace.errors) or any(
         text.startswith("arguments") for text in trace.unresolved
     )

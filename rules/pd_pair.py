@@ -2,7 +2,8 @@
 
 A prefill server computes a prompt's cache and sends it to a decode server, which goes on with it.
 Whatever decides what is in that cache, how it lies in memory and how it is sent has to be the same
-on both sides; the rest may differ.  Arguments are compared as SGLang resolves them.
+on both sides; the rest may differ.  Arguments are compared as SGLang resolves them, and where it
+stops on one side before it has, as they are written.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4doctor.models import Facts, Finding, Remedy, Severity, Stack
-from dsv4doctor.rules.common import flag, set_by_user
+from dsv4doctor.rules.common import flag, set_by_user, stopped_early
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import scene
 
@@ -46,6 +47,13 @@ _RESOLVED = {
     "quantization": "The two sides compute with different weights.",
 }
 """Argument -> what a difference means; both sides have to resolve it alike."""
+_ALGORITHM = "speculative_algorithm"
+_NAMES = {
+    "tp_size": ("--tp-size", "--tp", "--tensor-parallel-size"),
+    "pp_size": ("--pp-size", "--pp", "--pipeline-parallel-size"),
+    "dp_size": ("--dp-size", "--dp", "--data-parallel-size"),
+}
+"""Argument -> its flags, where it has more than one."""
 _WRITTEN = {
     "--dtype": (Severity.ERROR, _LAYOUT),
     "--disaggregation-decode-allocation-policy": (
@@ -91,8 +99,12 @@ def check(facts: Facts) -> Iterator[Finding]:
     other = other_side(facts)
     if other is None:
         return
-    for found in differences(facts, other):
-        yield _finding(found, facts, other)
+    found = list(differences(facts, other))
+    traces = [side.trace for side in (facts, other) if side.trace is not None]
+    if not found and any(stopped_early(trace) for trace in traces):
+        raise NotChecked("SGLang stops before it has resolved one side's arguments")
+    for difference in found:
+        yield _finding(difference, facts, other)
 
 
 def other_side(facts: Facts) -> Facts | None:
@@ -118,8 +130,11 @@ def differences(one: Facts, other: Facts) -> Iterator[Difference]:
         raise NotChecked("one side was not traced")
     yield from _releases(one, other)
     yield from _models(one, other)
-    yield from _arguments(one.trace.resolved_args, other.trace.resolved_args)
-    yield from _sizes(one.trace.resolved_args, other.trace.resolved_args)
+    if stopped_early(one.trace) or stopped_early(other.trace):
+        yield from _as_written(one, other)
+    else:
+        yield from _arguments(one.trace.resolved_args, other.trace.resolved_args)
+        yield from _sizes(one.trace.resolved_args, other.trace.resolved_args)
     yield from _flags(one, other)
     yield from _variables(one, other)
     yield from _stacks(one.snapshot.stack, other.snapshot.stack)
@@ -151,9 +166,39 @@ def _models(one: Facts, other: Facts) -> Iterator[Difference]:
 
 
 def _arguments(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Difference]:
+    algorithms = [args.get(_ALGORITHM) for args in (mine, theirs)]
+    one_sided = (algorithms[0] is None) != (algorithms[1] is None)
     for name, consequence in _RESOLVED.items():
+        if one_sided and name.startswith("speculative_") and name != _ALGORITHM:
+            continue  # all of it follows from the algorithm
         if name in mine and name in theirs and mine[name] != theirs[name]:
             yield Difference(name, (str(mine[name]), str(theirs[name])), consequence)
+
+
+def _as_written(one: Facts, other: Facts) -> Iterator[Difference]:
+    """What both sides write, and differently; what SGLang makes of the rest is not known."""
+    mine, theirs = _said(one), _said(other)
+    known = {name for name in mine if name in theirs}
+    if not any(flag(side, "--config") for side in (one, other)):
+        known |= {_ALGORITHM, "tp_size"}
+        yield from _sizes(mine, theirs)
+    both = [{name: said.get(name) for name in known} for said in (mine, theirs)]
+    yield from _arguments(both[0], both[1])
+
+
+def _said(facts: Facts) -> dict[str, Any]:
+    """Argument -> its value as the flags have it, without those that they leave out."""
+    launch = facts.snapshot.launch
+    flags = launch.flags if launch else ()
+    found: dict[str, Any] = {}
+    for name in (*_RESOLVED, *_NAMES):
+        names = _NAMES.get(name, ("--" + name.replace("_", "-"),))
+        values = [value for one in names if (value := flag(facts, one)) is not None]
+        if values:
+            found[name] = values[-1]
+    if "--enable-dp-attention" in flags:
+        found["enable_dp_attention"] = True
+    return found
 
 
 def _sizes(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Difference]:
@@ -304,6 +349,11 @@ EXAMPLES = (
     Example(
         "speculation on one side",
         pair(changed={"speculative_algorithm": None}),
+        expect=("speculative_algorithm",),
+    ),
+    Example(
+        "speculation with its steps on one side",
+        pair(changed={"speculative_algorithm": None, "speculative_num_steps": None}),
         expect=("speculative_algorithm",),
     ),
     Example("page size", pair(changed={"page_size": 64}), expect=("page_size",)),

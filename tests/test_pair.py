@@ -14,11 +14,14 @@ from dsv4doctor.launch import read_script
 from dsv4doctor.models import (
     Facts,
     Finding,
+    Gate,
     GpuFacts,
     HostFacts,
     Outcome,
     Package,
     Report,
+    Run,
+    SglangError,
     SglangTree,
     Stack,
     Trace,
@@ -27,8 +30,10 @@ from dsv4doctor.pair import is_pair, paired, sort_scripts
 from dsv4doctor.planning.build import Ask, Ground, plan
 from dsv4doctor.planning.files import write
 from dsv4doctor.planning.render import files
+from dsv4doctor.report.console import Style, render_run
 from dsv4doctor.router import read_router, reads_as_router
-from dsv4doctor.rules import PAIR_RULES
+from dsv4doctor.rules import PAIR_RULES, pd_pair
+from dsv4doctor.rules.pd_pair import pair
 
 ASK = Ask(True, speculative="auto")
 RESOLVED: dict[str, Any] = {
@@ -237,6 +242,35 @@ def test_every_drift_is_found(drift: Drift, ground: Ground, folder: Path) -> Non
     assert about.evidence
 
 
+def test_one_sided_speculation_is_one_finding(ground: Ground, folder: Path) -> None:
+    without = dict.fromkeys((name for name in RESOLVED if name.startswith("speculative_")), None)
+    found = _findings(ground, folder, Drift("", resolved=without))
+    assert [finding.subject for finding in found] == ["speculative_algorithm"]
+
+
+def test_arguments_that_were_not_resolved_are_compared_as_written() -> None:
+    """Where SGLang stops before it has resolved them, nothing is known that is not written."""
+    stopped = SglangError("arguments", "RuntimeError", "no such device", None)
+
+    def results(prefill: tuple[str, ...], decode: tuple[str, ...]) -> list[str]:
+        one = pair(prefill, decode, gpus=("0", "1"))
+        assert one.trace is not None
+        halted = replace(one.trace, resolved_args={}, errors=(stopped,))
+        [result] = run_rules([pd_pair.RULE], replace(one, trace=halted))
+        if result.outcome is Outcome.SKIP:
+            return [str(result.reason)]
+        return [finding.subject for finding in result.findings]
+
+    not_known = ["SGLang stops before it has resolved one side's arguments"]
+    assert results((), ()) == not_known
+    assert results(("--tp", "4", "--page-size", "64"), ("--tp-size=4",)) == not_known
+    eagle = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1")
+    assert results(("--tp", "4", *eagle), ("--tp", "2")) == ["tp_size", "speculative_algorithm"]
+    pages = ("--page-size", "64"), ("--page-size", "256")
+    assert results(*pages) == ["page_size"]
+    assert results(("--tp", "4", "--config", "a.yaml"), ()) == not_known
+
+
 def test_paths_that_say_where_may_differ(ground: Ground, folder: Path) -> None:
     own = Drift("", decode=_variable("SGLANG_CACHE_DIR", "/var/decode"))
     assert _findings(ground, folder, own) == ()
@@ -310,6 +344,22 @@ def test_scripts_are_told_apart(folder: Path) -> None:
     (folder / "second.sh").write_text((folder / "router.sh").read_text())
     with pytest.raises(UsageError, match="2 routers"):
         sort_scripts([folder / "router.sh", folder / "second.sh"], {})
+
+
+def test_what_is_about_both_stands_under_both_names(ground: Ground, folder: Path) -> None:
+    drift = Drift("page_size", resolved={"page_size": 64})
+    sides = [_side(ground, folder / "prefill.sh"), _side(ground, folder / "decode.sh", drift)]
+    reports = paired([Report("0", side, run_rules(PAIR_RULES, side)) for side in sides])
+    named = [
+        replace(report, gate=Gate(target=name))
+        for report, name in zip(reports, ("prefill.sh", "decode.sh"), strict=True)
+    ]
+    shown = render_run(Run(tuple(named)), Style(width=100), with_findings=True)
+    apart, heading, both = shown.partition("Between prefill.sh and decode.sh\n")
+    assert heading
+    assert "DSV701" in both
+    assert "DSV701" not in apart
+    assert apart.count("No findings of its own.") == 2
 
 
 def test_reports_of_a_pair(ground: Ground, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -34,11 +34,13 @@ from dsv4doctor.models import (
 from dsv4doctor.report.common import what_to_do
 from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.hot_paths import only_paths, path_parts
+from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.terminal import harmless
 
 WIDE = 160
 """Columns from which the layers are a table; below, a block each."""
 
+_ABOUT_PAIRS = frozenset(rule.id for rule in PAIR_RULES)
 _VERDICT_STYLES = {
     Verdict.RUNS: "green",
     Verdict.FALLBACK: "yellow",
@@ -74,9 +76,34 @@ def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
             said = f"not determined: {outcome.message}"
             texts.append(printed([*heading, Text(said, style="bold red")], style))
         else:
-            text = render(outcome, style.width, style.color, verbose=style.verbose, why=style.why)
+            own = _of_one(outcome) if with_findings else outcome
+            text = render(own, style.width, style.color, verbose=style.verbose, why=style.why)
             texts.append((printed(heading, style) if heading else "") + text)
+    if with_findings:
+        texts += [printed(parts, style) for parts in _between(run)]
     return "\n".join(texts)
+
+
+def _of_one(report: Report) -> Report:
+    """`report` without what was found about the pair that its launch is half of."""
+    if report.facts.peer is None:
+        return report
+    results = [
+        replace(result, findings=()) if result.rule in _ABOUT_PAIRS else result
+        for result in report.results
+    ]
+    return replace(report, results=tuple(results))
+
+
+def _between(run: Run) -> Iterator[list[RenderableType | Unwrapped]]:
+    """What is about two servers stands under the names of both."""
+    reports = [outcome for outcome in run.outcomes if isinstance(outcome, Report)]
+    names = " and ".join(str(report.gate.target) for report in reports)
+    for report in reports:
+        found = [one for one in report.results if one.rule in _ABOUT_PAIRS and one.findings]
+        if report.facts.peer is not None and found:
+            heading = Text(f"Between {names}", style="bold reverse")
+            yield [heading, *_findings(replace(report, results=tuple(found), gate=Gate()))]
 
 
 def render_check(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:
@@ -323,7 +350,8 @@ def _findings(report: Report) -> Iterator[RenderableType | Unwrapped]:
         yield Text(f"Findings: {summary(report)}", style="bold")
     else:
         others = " beside those accepted" if report.gate.accepted else ""
-        yield Text(f"No findings{others}.", style="green")
+        own = " of its own" if report.facts.peer is not None else ""
+        yield Text(f"No findings{own}{others}.", style="green")
     for finding in findings:
         yield Text()
         yield Padding(_finding(finding), (0, 0, 0, 2))
