@@ -98,6 +98,29 @@ def test_a_check_for_the_gpu_is_passed_and_the_next_one_counts(
     assert layer.error.message.startswith("DSV4 JIT activation requires N % 4 == 0")
 
 
+def test_the_first_layer_is_not_stopped_by_the_memory_of_the_machine(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """0.5.14 asks psutil for it before DeepGEMM's first product, and psutil is a stand-in."""
+    name, variant = "sgl-project__DeepSeek-V4-Flash-FP8", "model-type-deepseek-v4"
+    fp8 = checkpoint(name, experts=1, variant=variant)
+    launch = request(sglang_tree("0.5.14"), fp8, (RUNNER, "deep_gemm"), Arch(12, 1))
+    layer = traced(trace_launches([launch], use_cache=False)[0]).of(Role.MAIN)[0]
+    assert layer.kernel is not None
+    assert layer.kernel.symbol == "deep_gemm.fp8_m_grouped_gemm_nt_masked"
+
+
+def test_a_name_that_a_module_has_on_other_gpus_only(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """0.5.18 leaves DeepGEMM out on sm_120, and its runner calls it all the same."""
+    stock = checkpoint("deepseek-ai__DeepSeek-V4-Flash", experts=1)
+    launch = request(sglang_tree("0.5.18"), stock, (RUNNER, "deep_gemm"))
+    layer = traced(trace_launches([launch], use_cache=False)[0]).of(Role.MAIN)[-1]
+    assert layer.error is not None
+    assert "no attribute 'get_mn_major_tma_aligned_tensor'" in layer.error.message
+
+
 def test_a_package_that_only_the_borrowed_environment_lacks_is_no_failure(
     sglang_tree: Tree, checkpoint: Checkpoint
 ) -> None:

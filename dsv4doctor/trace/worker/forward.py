@@ -2,6 +2,7 @@
 
 import linecache
 import re
+import types
 
 import torch
 
@@ -157,6 +158,7 @@ def sglang_location(error):
         or isinstance(error, AssertionError)  # an assert fails in its own frame
         or (isinstance(error, ImportError) and (error.name or "").startswith("sglang."))
         or _lacks_attribute(error, innermost.tb_frame, statement)
+        or _lacks_name(error)
     )
     return where, own, filename
 
@@ -183,6 +185,12 @@ def _lacks_attribute(error, frame, statement):
         chain = rf"\bself\.\w+\.{error.name}\b"
         return _of_a_layer(owner) and re.search(chain, statement) is not None
     return _of_a_layer(error.obj)
+
+
+def _lacks_name(error):
+    """True when a module of SGLang's lacks a name, as deep_gemm_wrapper's do on some GPUs."""
+    module = error.obj if isinstance(error, AttributeError) else None
+    return type(module) is types.ModuleType and module.__name__.startswith("sglang.")
 
 
 def _of_a_layer(value):

@@ -149,6 +149,7 @@ class StandInType(type):
         return cls
 
     __ror__ = __add__ = __radd__ = __or__
+    __truediv__ = __floordiv__ = __or__  # psutil's bytes in other units
 
     def __lt__(cls, other):
         return False
