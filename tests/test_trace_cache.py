@@ -79,6 +79,8 @@ def test_every_input_is_in_the_key(tree: SglangTree, model: Path) -> None:
     keys = {cache.key(one) for one in [asked, *variants]}
     assert len(keys) == 1 + len(variants)
     assert cache.key(replace(asked, environment={"UNRELATED": "1"})) == cache.key(asked)
+    elsewhere = replace(asked.launch, source="serve.sh", line=3)
+    assert cache.key(replace(asked, launch=elsewhere)) == cache.key(asked)
 
 
 def test_a_tree_is_hashed_once_for_all_launches(

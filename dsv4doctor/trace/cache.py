@@ -65,7 +65,6 @@ def key(request: TraceRequest, hashes: dict[Path, str] | None = None) -> str:
         "model_path": str(request.model_path),
         "flags": list(request.launch.flags),
         "named_files": named_files(request.launch.flags, request.all_variables()),
-        "source": request.launch.source,
         "environment": request.variables(),
         "arch": request.arch.name,
         "gpu": jsonio.to_plain(request.gpu) if request.gpu else None,
