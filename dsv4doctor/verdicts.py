@@ -62,6 +62,8 @@ class KnownKernel:
     """What it takes beyond the right GPU, as a clause: without it there is no promise."""
     operation: str | None = None
     """Its name in `kernels verify`, for one of ours: a stamp of this machine is that condition."""
+    wrong: str | None = None
+    """Why its output is wrong for DeepSeek-V4 wherever it runs, as a clause."""
     fallback: str | None = None
     """Why it is far slower than what the GPU can do, as a clause."""
     slow_on: tuple[Arch, ...] = ()
@@ -175,6 +177,7 @@ def _row(row: dict[str, Any]) -> KnownKernel:
         clamp=row.get("clamp"),
         condition=row.get("condition"),
         operation=row.get("operation"),
+        wrong=row.get("wrong"),
         fallback=row.get("fallback"),
         slow_on=tuple(_arch(text) for text in row.get("slow_on", ())),
         errors=tuple(_error(error) for error in row.get("errors", ())),
@@ -285,6 +288,8 @@ def _of_kernel(
         return Verdict.FAILS, f"{named} exists for {known.gpus} only{expected}{table}"
     if known is None:
         return _not_in_table(symbol, named, arch, said)
+    if known.wrong is not None:
+        return Verdict.FAILS, f"{named} gives wrong output: {known.wrong}{table}"
     if known.minimum is not None and arch not in ARCHS.values():
         return Verdict.UNKNOWN, f"{named} is for {known.gpus}; nobody looked at {arch.name}{table}"
     source = f": {said.source}" if said is not None and said.exists else table

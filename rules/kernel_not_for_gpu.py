@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Severity, StoredFormat, Verdict
+from dsv4doctor.models import Facts, Finding, Kernel, Severity, StoredFormat, Verdict
 from dsv4doctor.rules.common import call_text, described, way_out, with_source
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_CUTLASS, MAIN_TRTLLM, facts
@@ -28,15 +28,21 @@ def check(facts: Facts) -> Iterator[Finding]:
         of_sm100 = known is not None and known.sm100 and not known.exists_for(facts.arch)
         if of_sm100 or format_needed(layer) is not None:
             continue
+        is_wrong = known is not None and known.wrong is not None and known.exists_for(facts.arch)
+        trouble = "gives wrong output" if is_wrong else f"is not for {facts.arch.name}"
         yield Finding(
             rule=RULE.id,
             severity=Severity.ERROR,
             subject=layers.name,
             message=(
                 f"The {layer.role.value} routed experts resolve to {layer.quant_method}, whose "
-                f"kernel is not for {facts.arch.name}, decided at {described(layer.decided_at)}."
+                f"kernel {trouble}, decided at {described(layer.decided_at)}."
             ),
-            consequence="The server stops when these layers first run, if not before.",
+            consequence=(
+                "The answers are wrong, or the kernel's own checks stop the server."
+                if is_wrong
+                else "The server stops when these layers first run, if not before."
+            ),
             evidence=(
                 layer.reason,
                 *([f"decided at {with_source(layer.decided_at)}"] if layer.decided_at else []),
@@ -55,12 +61,18 @@ RULE = Rule(
     check=check,
 )
 
+_OWN_ROUTING = Kernel("flashinfer.fused_moe.trtllm_fp4_block_scale_moe", None)
 _MIXED_INPUT = "moe(use_w4_group_scaling=True, swiglu_limit=limit)"
 
 EXAMPLES = (
     Example(
         "the SM90 form of the CUTLASS MoE on sm_120",
         facts("sm_120", [*MAIN_CUTLASS], call=_MIXED_INPUT),
+        expect=("model.layers.0-2.mlp.experts",),
+    ),
+    Example(
+        "a kernel that chooses other experts than the model does",
+        facts("sm_100", [replace(layer, kernel=_OWN_ROUTING) for layer in MAIN_TRTLLM]),
         expect=("model.layers.0-2.mlp.experts",),
     ),
     Example("on sm_90 it is right", facts("sm_90", [*MAIN_CUTLASS], call=_MIXED_INPUT)),

@@ -2,7 +2,7 @@
 
 DeepSeek-V4 clamps its gates at `swiglu_limit`.  SGLang's NVFP4 path through FlashInfer's CUTLASS
 MoE passes it from 0.5.21 on; before, and through the older grouped GEMM, plain SwiGLU is computed
-and nothing says so.  So it is with FP8 experts under flashinfer_trtllm before 0.5.20.
+and nothing says so.  So it is with FP8 experts under flashinfer_trtllm_routed before 0.5.20.
 """
 
 from __future__ import annotations

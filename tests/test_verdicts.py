@@ -135,12 +135,19 @@ def test_an_fp8_kernel_takes_no_packed_fp4(
         assert judged.reason == f"{name} needs FP8 block or BF16, stored is MXFP4"
 
 
-def test_a_kernel_that_routes_by_a_sigmoid_is_no_promise_for_deepseek_v4() -> None:
-    layer = _reaching("flashinfer.fused_moe.trtllm_fp4_block_scale_moe")
-    assert [judge(layer, arch).verdict for arch in ARCHS.values()] == [_F, _U, _U, _F, _F]
-    assert "sqrtsoftplus" in judge(layer, ARCHS["sm_100"]).reason
-    fp8 = _reaching("torch.ops.sglang.trtllm_fp8_block_scale_moe_out_wrapper")
-    assert judge(fp8, ARCHS["sm_100"]).verdict is _F  # NVFP4 in a kernel for FP8
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "flashinfer.fused_moe.trtllm_fp4_block_scale_moe",
+        "torch.ops.sglang.trtllm_fp8_block_scale_moe_out_wrapper",
+    ],
+)
+def test_a_kernel_that_routes_by_a_sigmoid_is_wrong_for_deepseek_v4(kernel: str) -> None:
+    layer = replace(_reaching(kernel), stored_format=StoredFormat.FP8_BLOCK, quant_method="X")
+    assert [judge(layer, arch).verdict for arch in ARCHS.values()] == [_F] * 5
+    assert "gives wrong output" in judge(layer, ARCHS["sm_100"]).reason
+    assert "sqrtsoftplus" in judge(layer, ARCHS["sm_103"]).reason
+    assert "exists for sm_100 and sm_103 only" in judge(layer, ARCHS["sm_120"]).reason
 
 
 @pytest.mark.parametrize("stored", [StoredFormat.FP8_BLOCK, StoredFormat.BF16])
