@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4doctor.models import Checkpoint, Role, TensorInfo
+from dsv4doctor.models import Checkpoint, Location, Role, TensorInfo
 
 _BITS = {
     "BOOL": 8,
@@ -181,3 +181,38 @@ def kv_bytes_per_token(
     )
     # SGLang adds one layer in `layers` for the draft.
     return total * (layers + 1) / layers if speculative else total
+
+
+# ------------------------------------------------------------------------------ indexer
+
+
+_INDEX_PAGE = 64
+
+
+@dataclass(frozen=True)
+class TorchIndexer:
+    """SGLang's indexer in plain torch operations: what it holds while it scores query rows."""
+
+    heads: int
+    head_dim: int
+    value_bytes: int
+    rows_at_once: int | None
+    """None: all that it is given."""
+    where: Location
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes alive at once for one query row at a sequence of `length` tokens: the gathered
+        pages with a 4-byte scale per key, the keys converted, and two copies of the scores."""
+        values = (self.head_dim + 2 * self.heads) * self.value_bytes
+        return _keys(length) * (self.head_dim + 4 + values)
+
+    def bytes(self, rows: int, length: int) -> int:
+        """For a step of `rows` query rows: in decode one a request, in prefill one a new token."""
+        least = rows if self.rows_at_once is None else min(rows, self.rows_at_once)
+        logits = 4 * rows * _keys(length) if least < rows else 0
+        return least * self.row_bytes(length) + logits
+
+
+def _keys(length: int) -> int:
+    """Compressed keys of a sequence, whole pages of them."""
+    return math.ceil(math.ceil(length / 4) / _INDEX_PAGE) * _INDEX_PAGE

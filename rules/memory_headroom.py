@@ -2,7 +2,8 @@
 
 A rank's weights are added up from the safetensors headers as SGLang divides them; what
 `mem_fraction_static` leaves is what the cache can have.  Activations, CUDA graphs and the CUDA
-context are outside of both, so a tight fit is tighter than it looks.
+context are outside of both, so a tight fit is tighter than it looks; of the activations only those
+of an indexer in torch operations are counted, which no usual reserve holds.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ from dsv4doctor.models import (
     StoredFormat,
     TensorInfo,
 )
-from dsv4doctor.rules.common import in_effect, is_true
+from dsv4doctor.rules.common import in_effect, is_true, with_source
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
-from dsv4doctor.rules.samples import checkpoint, gpus, scene
+from dsv4doctor.rules.samples import SM120_ENVIRONMENT, checkpoint, gpus, scene
+from dsv4doctor.rules.torch_indexer import (
+    TILELANG_INDEXER,
+    context_limit,
+    prefill_rows,
+    torch_indexer,
+)
 
 _GIB = 1 << 30
 
@@ -40,6 +47,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     if not isinstance(fraction, int | float) or args.get("pp_size", 1) != 1:
         raise NotChecked("the trace resolved no memory fraction for one pipeline stage")
     draft = args.get("speculative_algorithm") is not None
+    yield from _prefill(facts, memory, fraction)
     need = weights(stored, _parallel(facts), draft=draft, wo_a_in_bf16=_wo_a_in_bf16(facts))
     budget = int(memory * fraction)
     if need.total > budget:
@@ -60,6 +68,55 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield _finding(facts, need, memory, fraction, (tokens, context, token))
 
 
+def _prefill(facts: Facts, memory: int, fraction: float) -> Iterator[Finding]:
+    """An indexer in torch operations holds a row for every new token, outside of the pool."""
+    try:
+        indexer, context = torch_indexer(facts), context_limit(facts)
+    except NotChecked:  # DSV204 says so
+        return
+    if indexer is None or context is None or facts.features is None:
+        return
+    rows = prefill_rows(facts, context)
+    room = int(memory * (1 - fraction))
+    if not rows or facts.features.indexer_replaced or indexer.bytes(rows, context) <= room:
+        return
+    longest = max(range(0, context, _PAGE), key=lambda n: (indexer.bytes(rows, n) <= room, n))
+    chunk = next((size for size in _CHUNKS if indexer.bytes(size, context) <= room), None)
+    yield Finding(
+        rule=RULE.id,
+        severity=Severity.ERROR,
+        subject="prefill",
+        message=(
+            f"To prefill {rows:,} tokens of a prompt as long as the context limit ({context:,}), "
+            f"the indexer takes {indexer.bytes(rows, context) / _GIB:,.1f} GiB, and "
+            f"{room / _GIB:.1f} GiB are outside of mem_fraction_static."
+        ),
+        consequence=(
+            f"A prompt longer than about {longest:,} tokens, read {rows:,} at a time, ends the "
+            "server with CUDA out of memory."
+        ),
+        evidence=(
+            f"{memory / _GIB:.1f} GiB x (1 - mem_fraction_static {fraction:g}) = "
+            f"{room / _GIB:.1f} GiB",
+            f"{indexer.row_bytes(context) / (1 << 20):,.1f} MiB for every new token, "
+            f"in torch operations at {with_source(indexer.where)}",
+        ),
+        locations=(indexer.where,),
+        remedy=Remedy(
+            (
+                f"Set --chunked-prefill-size {chunk}"
+                if chunk
+                else "Lower --context-length and --chunked-prefill-size"
+            )
+            + ", or take a release with another indexer (`dsv4doctor trace --path indexer "
+            "--sglang VERSION` names it).",
+            fix="FIX104",
+        ),
+    )
+
+
+_CHUNKS = (4096, 2048, 1024, 512, 256)
+_PAGE = 256
 _STATE = "SGLANG_DSV4_COMPRESS_STATE_DTYPE"
 
 
@@ -185,4 +242,15 @@ EXAMPLES = (
         expect=("KV cache",),
     ),
     Example("four GPUs", scene(checkpoint=_storing(152), resolved=_at(4), gpus=gpus(4))),
+    Example(
+        "a torch indexer that prefills long prompts",
+        scene(
+            checkpoint=_storing(152),
+            resolved={**_at(4), "chunked_prefill_size": 8192},
+            gpus=gpus(4),
+            overwritten={**SM120_ENVIRONMENT, TILELANG_INDEXER: (None, "False")},
+            flags=("--context-length", "131072"),
+        ),
+        expect=("prefill",),
+    ),
 )

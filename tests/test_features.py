@@ -33,6 +33,7 @@ def test_real_trees(
     found = read_features(root)
     assert (found.split_scratch.line if found.split_scratch else None) == scratch
     assert found.torch_indexer_bytes == indexer_bytes
+    assert found.torch_indexer_rows == (None if version == "0.5.14" else 1024)
     assert (found.mxfp8_dense is not None, found.engram_over_ranks) == (mxfp8, engram)
     assert found.state_by_token is state_by_token
     assert found.dense_fp8_sm12x == ("triton" if version == "0.5.14" else "cutlass")

@@ -15,7 +15,8 @@ from planning import boxed, standing
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.launch import read_script
-from dsv4doctor.models import Arch, GpuFacts, HostFacts, SglangTree
+from dsv4doctor.memory import TorchIndexer
+from dsv4doctor.models import Arch, GpuFacts, HostFacts, Location, SglangTree
 from dsv4doctor.planning.build import Ask, plan
 from dsv4doctor.planning.explain import explained
 from dsv4doctor.planning.files import check_folder, write
@@ -167,6 +168,33 @@ def test_all_ports_of_a_pair_differ(pair: Plan) -> None:
 # ------------------------------------------------------------------------------ memory
 
 
+_TORCH = TorchIndexer(64, 128, 4, None, Location("indexer.py", 155))
+"""SGLang 0.5.14's, which takes every new token at once."""
+
+
+def test_a_torch_indexer_has_room_in_prefill(flash: Path, tree: SglangTree) -> None:
+    ask = Ask(False)
+    on = replace(standing(flash, tree, ask), indexer=_TORCH)
+    made = plan(ask, on)
+    [server] = made.servers
+    chunk = int(_flag(server.words, "--chunked-prefill-size"))
+    fraction = float(_flag(server.words, "--mem-fraction-static"))
+    assert (chunk, made.problems) == (1024, ())
+    assert _TORCH.bytes(chunk, 131072) < 95 * 2**30 * (1 - fraction)
+    assert "of it for the indexer's torch operations" in explained(made)
+    short = plan(replace(ask, context=8192), on)
+    assert int(_flag(short.servers[0].words, "--chunked-prefill-size")) == 8192
+
+
+def test_a_torch_indexer_that_nothing_makes_fit(flash: Path, tree: SglangTree) -> None:
+    ask = Ask(False, context=1_048_576)
+    [problem] = plan(ask, replace(standing(flash, tree, ask), indexer=_TORCH)).problems
+    assert "256 new tokens a step" in problem
+    for way in ("FIX104", "smaller --context", "--sglang VERSION"):
+        assert way in problem
+    assert not plan(ask, standing(flash, tree, ask)).problems
+
+
 def test_memory_of_a_side(flash: Path, tree: SglangTree) -> None:
     on = standing(flash, tree, PAIR)
 
@@ -196,6 +224,7 @@ def test_memory_of_a_side(flash: Path, tree: SglangTree) -> None:
     assert none.short is not None
     assert "the weights take" in none.short
     few = sized(46, 4, context=1_048_576)
+    assert few.indexer == 0
     assert few.short is not None
     assert "less than one request" in few.short
 

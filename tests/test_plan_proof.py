@@ -58,6 +58,16 @@ def test_what_does_not_run_is_replaced(proved: Callable[[str, str, Ask], Proof])
     assert any(patch.startswith("FIX102, ") for patch in proof.plan.patches)
 
 
+def test_prefill_of_a_torch_indexer_fits(proved: Callable[[str, str, Ask], Proof]) -> None:
+    """8,192 new tokens at once would take 289 GiB at the context that is asked for."""
+    proof = proved(HYBRID, "0.5.14", Ask(False, gpus="0-3"))
+    (server,) = proof.plan.servers
+    flags = {flag.name: flag for flag in server.flags}
+    assert flags["--chunked-prefill-size"].values == ("1024",)
+    assert "for the indexer's torch operations" in flags["--mem-fraction-static"].why
+    assert (proof.exit_code, flags["--moe-runner-backend"].values) == (0, ("marlin",))
+
+
 def test_a_switch_that_another_hot_path_needs_is_set(
     proved: Callable[[str, str, Ask], Proof],
 ) -> None:

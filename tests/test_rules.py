@@ -54,7 +54,7 @@ def test_rule_is_complete(module: object) -> None:
 
 def test_ids_are_unique_and_every_rule_file_is_registered() -> None:
     assert len({rule.id for rule in RULES}) == len(RULES)
-    helpers = {"__init__", "common", "rule", "samples", "sm100_only", "topology"}
+    helpers = {"__init__", "common", "rule", "samples", "sm100_only", "topology", "torch_indexer"}
     files = {path.stem for path in (ROOT / "rules").glob("*.py")} - helpers
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
 

@@ -55,7 +55,10 @@ def test_paths_of_0_5_14(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
     [indexer] = of(trace, "indexer-decode")
     assert indexer.choice == "torch"
     assert "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH" in indexer.flags_consulted
-    assert indexer.detail.startswith("max_seq_len 262208 for a context of 1048576 tokens")
+    assert indexer.detail.startswith("max_seq_len 262208 in this batch, context limit 1048576 tok")
+    assert "in prefill every new token is a row" in indexer.reason
+    [short, *_] = of(trace, "indexer-prefill")
+    assert short.detail.startswith("max_seq_len 64 in this batch, context limit 1048576 tokens")
     [dense] = of(trace, "dense-fp8")
     assert dense.choice == "triton"
     # SGLang turns SGLANG_OPT_FP8_WO_A_GEMM off on sm_12x: the output projection is no FP8 layer.

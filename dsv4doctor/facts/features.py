@@ -51,6 +51,7 @@ def read_features(root: Path) -> TreeFeatures:
         split_scratch=_split_scratch(sparse_file, sparse) if sparse_file else None,
         torch_indexer=torch_indexer,
         torch_indexer_bytes=_value_bytes(body),
+        torch_indexer_rows=_rows_at_once(body),
         indexer_replaced="dsv4doctor FIX104" in indexer,
         probes_experts=probes,
         mooncake_sends_state="StateType" in mooncake or "state_indices" in mooncake
@@ -112,6 +113,12 @@ def _value_bytes(body: str) -> int | None:
     """The width of the keys that the indexer unpacks: by the type it converts them to."""
     match = re.search(r"kv_value = .*\.to\(torch\.(float32|bfloat16|float16)\)", body)
     return None if match is None else 4 if match.group(1) == "float32" else 2
+
+
+def _rows_at_once(body: str) -> int | None:
+    """By the constant that the indexer holds its batch against before it calls itself."""
+    match = re.search(r"^    (\w+) = (\d+)\n    if batch_size > \1:$", body, re.M)
+    return None if match is None else int(match.group(2))
 
 
 def _split_scratch(file: str, text: str) -> Location | None:

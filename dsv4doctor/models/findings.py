@@ -80,6 +80,8 @@ class TreeFeatures:
     """FIX104 is in: the indexer is ours once it is verified on the serving machine."""
     torch_indexer_bytes: int | None = None
     """Bytes of one of its intermediate values: 4 for float32, 2 for bfloat16."""
+    torch_indexer_rows: int | None = None
+    """The query rows that it computes at once; None: all that it is given."""
     probes_experts: Location | None = None
     """Where the experts' stored format is probed from a local snapshot."""
     mooncake_sends_state: bool | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.facts.files import shown
+from dsv4doctor.memory import TorchIndexer
 from dsv4doctor.models import Gpu, GpuFacts, TreeFeatures
 from dsv4doctor.planning import settings, topology
 from dsv4doctor.planning.layout import Part, Plan, Ports, Server, Setting
@@ -67,6 +68,9 @@ class Ground:
     divisors: tuple[int, ...]
     is_busy: Callable[[int], bool] | None
     """None: another machine is planned for."""
+    ask: Ask
+    indexer: TorchIndexer | None = None
+    """The one in torch operations, once a trace has shown that it is what runs."""
 
 
 def ground(ask: Ask, target: Target, is_busy: Callable[[int], bool] | None) -> Ground:
@@ -82,7 +86,7 @@ def ground(ask: Ask, target: Target, is_busy: Callable[[int], bool] | None) -> G
     divided = ("num_attention_heads", "n_routed_experts", "o_groups")
     divisors = topology.sizes_allowed(*(_number(config, name) for name in divided))
     root = Path(target.tree.root)
-    return Ground(target, read_release(root), read_features(root), gpus, divisors, is_busy)
+    return Ground(target, read_release(root), read_features(root), gpus, divisors, is_busy, ask)
 
 
 def plan(ask: Ask, on: Ground) -> Plan:
@@ -213,6 +217,7 @@ def _size(part: Part, side: Side, wanted: Wanted, on: Ground) -> Size:
         load=Load(wanted.context, wanted.requests, wanted.draft_tokens),
         prefills=part is not Part.DECODE,
         decodes=part is not Part.PREFILL,
+        indexer=on.indexer,
     )
 
 
@@ -242,6 +247,11 @@ def _notes(ask: Ask, on: Ground, servers: Sequence[Server]) -> list[str]:
         found.append("all GPUs are on one NUMA node: both sides share its CPUs and memory")
     if any(server.bind for server in servers):
         found.append("numactl has to be installed where the servers start")
+    if on.features.indexer_replaced and on.target.arch.is_sm12x:
+        found.append(
+            "the memory is planned for dsv4doctor's indexer (FIX104): `dsv4doctor kernels verify "
+            "--only indexer_logits` on the serving machine, else SGLang's takes far more"
+        )
     if on.is_busy is None:
         found.append("another machine is planned for: whether its ports are free was not asked")
     if ask.pair and ask.transfer == "nixl":

@@ -28,10 +28,13 @@ from dsv4doctor.models import (
     Verdict,
 )
 from dsv4doctor.planning.build import Ground
+from dsv4doctor.planning.build import plan as planned
 from dsv4doctor.planning.layout import Plan, Server, Setting
 from dsv4doctor.planning.release import text_of
 from dsv4doctor.planning.settings import grouped, with_flags
 from dsv4doctor.rules import PAIR_RULES
+from dsv4doctor.rules.rule import NotChecked
+from dsv4doctor.rules.torch_indexer import torch_indexer
 from dsv4doctor.target import Target
 from dsv4doctor.trace.session import trace_launches
 
@@ -41,6 +44,7 @@ _GRAPHS = "--cuda-graph-max-bs-decode"
 _CAP = re.compile(r"--cuda-graph-max-bs(?:-decode)? (\d{1,5})\b")
 _MEMORY = "DSV601"
 """The rule that adds up memory, as the plan itself does."""
+_SIZED = ("--mem-fraction-static", "--chunked-prefill-size")
 _ROUNDS = 6
 Progress = Callable[[str], None]
 
@@ -85,6 +89,8 @@ class _Try:
     rejected: set[str] = field(default_factory=set)
     adopted: bool = False
     """Other flags were taken already."""
+    sized: bool = False
+    """The memory was added up again already."""
 
 
 def prove(plan: Plan, on: Ground, timeout: float, progress: Progress | None = None) -> Proof:
@@ -99,7 +105,7 @@ def prove(plan: Plan, on: Ground, timeout: float, progress: Progress | None = No
         reports = _audits(current, on, timeout, progress)
         if patches is None:  # of the launch as asked for, before anything is given up
             patches = helpful_patches(reports[0].facts, Path(on.target.tree.root))
-        changed = _changed(current, reports, tried, on.features)
+        changed = _changed(current, reports, tried, on)
         if changed is None:
             break
         current = _with_variables(changed, plan, tried)
@@ -162,9 +168,7 @@ def target_of(plan: Plan, server: Server, base: Target) -> Target:
 # ------------------------------------------------------------------------------ what is needed
 
 
-def _changed(
-    plan: Plan, reports: Sequence[Report], tried: _Try, known: TreeFeatures
-) -> Plan | None:
+def _changed(plan: Plan, reports: Sequence[Report], tried: _Try, on: Ground) -> Plan | None:
     """The plan with other flags, or with other variables in `tried`; None: nothing to change."""
     useless = [name for name, rule in tried.rules.items() if rule in _rules(reports)]
     for name in useless:
@@ -187,11 +191,29 @@ def _changed(
     if capped is not None:
         return capped
     added = False
-    for finding, name, value in _variables(reports, plan, tried, known):
+    for finding, name, value in _variables(reports, plan, tried, on.features):
         tried.variables[name] = Setting(name, (value,), f"{finding.rule}: {finding.message}")
         tried.rules[name] = finding.rule
         added = True
-    return plan if added or useless else None
+    return plan if added or useless else _resized(plan, reports, tried, on)
+
+
+def _resized(plan: Plan, reports: Sequence[Report], tried: _Try, on: Ground) -> Plan | None:
+    """The plan with room for an indexer that runs in torch operations; None: none does."""
+    try:
+        indexer = torch_indexer(reports[0].facts)
+    except NotChecked:
+        return None
+    if indexer is None or on.features.indexer_replaced or tried.sized:
+        return None
+    tried.sized = True
+    fresh = planned(on.ask, replace(on, indexer=indexer))
+    servers = []
+    for server, sized in zip(plan.servers, fresh.servers, strict=True):
+        found = {flag.name: flag for flag in sized.flags if flag.name in _SIZED}
+        flags = tuple(found.get(flag.name, flag) for flag in server.flags)
+        servers.append(replace(server, flags=flags))
+    return replace(plan, servers=tuple(servers), problems=fresh.problems)
 
 
 def _capped(plan: Plan, reports: Sequence[Report]) -> Plan | None:

@@ -197,6 +197,11 @@ def _memory(part: Part, size: Size, wanted: Wanted) -> list[Setting]:
     ]
     if size.chunk is not None:
         why = "the largest of 8192, 4096 and 2048 that leaves room for a request of full length"
+        if size.indexer:
+            why = (
+                "the largest with which that and the indexer's rows fit, one for each new token "
+                "in torch operations"
+            )
         found.append(Setting("--chunked-prefill-size", (str(size.chunk),), why))
     if part is not Part.PREFILL:
         count = str(wanted.requests)
@@ -215,9 +220,12 @@ def _fraction_why(size: Size) -> str:
             f", {gib(asked)} for a request of {size.context:,} tokens, KV cache for "
             f"{size.tokens:,} tokens in all"
         )
+    scores = (
+        f", {gib(size.indexer)} of it for the indexer's torch operations" if size.indexer else ""
+    )
     return (
-        f"{gib(size.memory)} of memory less {gib(size.reserve)} for activations and CUDA graphs; "
-        f"in it {parts}"
+        f"{gib(size.memory)} of memory less {gib(size.reserve)} for activations and CUDA graphs"
+        f"{scores}; in it {parts}"
     )
 
 

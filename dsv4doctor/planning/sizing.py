@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4doctor.memory import Parallel, Weights, kv_bytes_per_token, weights
+from dsv4doctor.memory import Parallel, TorchIndexer, Weights, kv_bytes_per_token, weights
 from dsv4doctor.models import Checkpoint, TreeFeatures
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNKS = (8192, 4096, 2048)
 """Chunked-prefill sizes to choose from, the fastest first."""
+SMALL_CHUNKS = (1024, 512, 256)
+"""For an indexer in torch operations, which holds a row for every new token; whole pages."""
 _WINDOW_RATIO = 0.1
 _PAGE = 256
 
@@ -38,6 +40,8 @@ class Size:
     memory: int
     reserve: int
     """Left for activations, CUDA graphs and the CUDA context."""
+    indexer: int
+    """Of it, what an indexer in torch operations holds; 0: there is none."""
     weights: Weights
     kv_token: float | None
     """Bytes of a token; None: the model's cache is not added up."""
@@ -60,14 +64,27 @@ class Size:
         if self.weights.total > self.budget:
             return (
                 f"the weights take {gib(self.weights.total)} of a GPU, and {gib(self.budget)} are "
-                "left for weights and KV cache"
+                f"left for weights and KV cache{self._indexer}"
             )
         if self.tokens is not None and self.tokens < self.context:
             return (
                 f"the KV cache holds {self.tokens:,} tokens, less than one request of "
-                f"{self.context:,}"
+                f"{self.context:,}{self._indexer}"
             )
         return None
+
+    @property
+    def _indexer(self) -> str:
+        """What the indexer has to do with it, and the ways out."""
+        if not self.indexer:
+            return ""
+        rows = f", {self.chunk:,} new tokens a step," if self.chunk else ""
+        return (
+            f"; {gib(self.indexer)} are kept for the indexer, which this SGLang runs in torch "
+            f"operations{rows} at {self.context:,} tokens of context: apply FIX104 (`dsv4doctor "
+            "fix`) and plan again, ask for a smaller --context, or for a release with another "
+            "indexer (`dsv4doctor trace --path indexer --sglang VERSION` names it)"
+        )
 
 
 def size(
@@ -79,8 +96,10 @@ def size(
     load: Load,
     prefills: bool,
     decodes: bool,
+    indexer: TorchIndexer | None = None,
 ) -> Size:
-    """For one server of `ranks` GPUs with `memory` bytes each.
+    """For one server of `ranks` GPUs with `memory` bytes each; `indexer`: the one in torch
+    operations, where it is what runs.
 
     Takes the largest chunk with which the load fits, and the smallest chunk where none does.
     """
@@ -89,11 +108,14 @@ def size(
     need = weights(checkpoint, parallel, draft=draft, wo_a_in_bf16=True)
     token = kv_of_token(checkpoint.text_config, features, draft)
     sizes = []
-    for chunk in CHUNKS if prefills else (None,):
-        held = reserve(memory, ranks, load, chunk, decodes)
+    chunks = (*CHUNKS, *SMALL_CHUNKS) if indexer is not None else CHUNKS
+    for chunk in chunks if prefills else (None,):
+        steps = load.requests * load.draft_tokens if decodes else 0
+        scores = indexer.bytes(max(chunk or 0, steps), load.context) if indexer else 0
+        held = reserve(memory, ranks, load, chunk, decodes) + scores
         # SGLang takes the fraction as it is written: rounded down, so that the reserve stays.
         fraction = max(math.floor((memory - held) / memory * 1000) / 1000, 0.001)
-        sizes.append(Size(fraction, chunk, memory, held, need, token, load.context))
+        sizes.append(Size(fraction, chunk, memory, held, scores, need, token, load.context))
     return next((found for found in sizes if found.short is None), sizes[-1])
 
 

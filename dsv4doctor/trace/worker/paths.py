@@ -258,7 +258,7 @@ def _width(harness):
     for name in ("max_c4_seq_len", "max_compressed_seq_len"):
         width = getattr(metadata, name, None)
         if width is not None:
-            return f"max_seq_len {width} for a context of {harness.context} tokens"
+            return f"max_seq_len {width} in this batch, context limit {harness.context} tokens"
     return ""
 
 
