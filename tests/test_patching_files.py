@@ -1,5 +1,6 @@
 """Bytes: line ends, diffs, links, modes, compiled files, what is pristine."""
 
+import json
 import os
 import py_compile
 import shutil
@@ -16,7 +17,8 @@ from patching_trees import BOTH, FP8, KV, ONE, QUANT, contents, job, part_of
 
 from dsv4doctor.errors import PatchRefusedError
 from dsv4doctor.models import SglangTree
-from dsv4doctor.patching import diff, disk, pristine, restore, shadow, text, work
+from dsv4doctor.patching import diff, disk, overlay, pristine, restore, shadow, text, work
+from dsv4doctor.patching.journal import Journal, Original, Store
 from dsv4doctor.patching.view import Asked
 
 Tree = Callable[[str], SglangTree]
@@ -326,3 +328,18 @@ def test_reading_a_file_that_is_no_file(tmp_path: Path) -> None:
     assert disk.read(tmp_path / "none") is None
     assert disk.read(tmp_path / "pipe" / "none") is None
     assert replace(disk.File(b"a"), mode=0o600).sha256 == disk.sha256(b"a")
+
+
+def test_a_tree_whose_path_is_no_text(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff"))
+    (root / "sglang").mkdir(parents=True)
+    tree = SglangTree(str(root), "0.5.14", "folder")
+    store = Store(tmp_path / "state", tree)
+    journal = Journal(str(root), "0.5.14", {KV: Original("0" * 64, 0o644)})
+    store.save(journal)
+    loaded = store.load()
+    assert loaded is not None
+    assert loaded.root == str(root)
+    made = overlay.write(tmp_path / "overlay", tree, [], {}, {})
+    assert overlay.read(tmp_path / "overlay") == made
+    assert json.loads((tmp_path / "overlay" / "overlay.json").read_text("utf-8"))["modules"] == []

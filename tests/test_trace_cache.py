@@ -1,5 +1,6 @@
 """The trace cache: the same is read back, anything changed is traced again."""
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from tracing import BOTH_TRITON, EAGLE, changed_tree, request
 
-from dsv4doctor.errors import UndeterminedError
+from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.models import Arch, SglangTree, Trace
 from dsv4doctor.trace import cache, session
 from dsv4doctor.trace.session import trace_launch, trace_launches
@@ -221,3 +222,24 @@ def test_the_trace_looks_into_the_users_own_hub_cache(
     """The worker's own HOME is a scratch folder."""
     asked = replace(request(tree, model), environment=variables)
     assert session._environment(asked, "/scratch")["HF_HUB_CACHE"] == folder
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff"))
+    folder.mkdir()
+    name = os.fsdecode(b"b\xfe.json")
+    (folder / name).write_text("{}")
+    (folder / "config.json").write_text("{}")
+    assert cache.content_hash(folder) == cache.content_hash(folder)
+    assert list(cache.named_files([str(folder)], {})) == [str(folder)]
+
+
+def test_a_full_temporary_folder_is_named(
+    tree: SglangTree, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))  # without a file's name
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match=r"dsv4doctor-\w+: cannot be written .File too large"):
+        trace_launch(request(tree, model), use_cache=False)

@@ -149,7 +149,9 @@ class Store:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         plain = {**jsonio.to_plain(journal), "changed": now, "tool": __version__}
         self._prepare()
-        disk.write(self.path, disk.File(jsonio.dump(plain).encode(), 0o600))
+        # Bytes of a path that are no UTF-8, as JSON has them.
+        content = jsonio.dump(plain).encode("utf-8", "backslashreplace")
+        disk.write(self.path, disk.File(content, 0o600))
 
     def forget(self) -> None:
         """There is nothing left to take back."""

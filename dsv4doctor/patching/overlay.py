@@ -132,7 +132,8 @@ def _fill(scratch: Path, overlay: Overlay, after: Mapping[str, bytes]) -> None:
         disk.write(path, disk.File(content))
     (scratch / "python").mkdir()
     disk.write(scratch / "python" / "sitecustomize.py", disk.File(_BOOTSTRAP.read_bytes()))
-    disk.write(scratch / MANIFEST, disk.File(jsonio.dump(jsonio.to_plain(overlay)).encode()))
+    manifest = jsonio.dump(jsonio.to_plain(overlay)).encode("utf-8", "backslashreplace")
+    disk.write(scratch / MANIFEST, disk.File(manifest))
     os.chmod(scratch, 0o755)
 
 

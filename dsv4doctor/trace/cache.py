@@ -110,7 +110,7 @@ def content_hash(root: Path) -> str:
     """sha256 over the names and bytes of all files below `root`, compiled Python aside."""
     states = list(_states(str(root)))
     manifest = hashlib.sha256(repr(states).encode()).hexdigest()
-    name = hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:24]
+    name = hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:24]
     remembered = folder() / "trees" / f"{name}.json"
     try:
         known: dict[str, Any] = json.loads(remembered.read_bytes())
@@ -120,7 +120,7 @@ def content_hash(root: Path) -> str:
         pass
     digest = hashlib.sha256()
     for relative, *_ in states:
-        digest.update(relative.encode() + b"\0")
+        digest.update(os.fsencode(relative) + b"\0")
         digest.update(hashlib.sha256((root / relative).read_bytes()).digest())
     content = digest.hexdigest()
     with contextlib.suppress(OSError):
@@ -199,11 +199,11 @@ def _model_hash(folder: Path) -> str:
         if not path.is_file():
             continue
         if path.suffix == ".json":
-            digest.update(path.name.encode() + _digest(path).encode())
+            digest.update(os.fsencode(path.name) + _digest(path).encode())
         elif path.suffix == ".safetensors":
             with path.open("rb") as file:
                 start = file.read(8)
-                digest.update(path.name.encode() + start)
+                digest.update(os.fsencode(path.name) + start)
                 digest.update(file.read(min(int.from_bytes(start, "little"), 100 << 20)))
     return digest.hexdigest()
 

@@ -287,7 +287,15 @@ class _Worker:
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         # A file, not a pipe: an interpreter that reads nothing cannot make us wait.
         request_file = Path(scratch) / "request.json"
-        request_file.write_text(json.dumps(_message(request, scratch, jobs, write)))
+        try:
+            request_file.write_text(json.dumps(_message(request, scratch, jobs, write)))
+        except OSError as error:
+            os.close(write)
+            self.pipe.close()
+            raise UsageError(
+                f"{scratch}: cannot be written ({error.strerror})",
+                "set TMPDIR to a folder that can",
+            ) from error
         try:
             self.process = subprocess.Popen(
                 [str(request.interpreter), str(WORKER), str(request_file)],
