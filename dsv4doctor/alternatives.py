@@ -24,6 +24,7 @@ _BACKENDS = {
 
 
 _NO_DRAFT = " without speculative decoding"
+DROPS_CLAMP = "drops swiglu_limit"
 _QUANTIZATION = "--quantization"
 _HYBRID_METHOD = "ModelOptNvFp4FusedMoEMethod"
 
@@ -109,7 +110,7 @@ def _problem(trace: Trace, texts: Mapping[str, str], has_clamp: bool) -> str | N
         if layer.verdict not in (Verdict.RUNS, Verdict.FALLBACK):
             return _trouble(layer)
         if has_clamp and drops_clamp(layer, text_at(texts, layer)):
-            return "drops swiglu_limit"
+            return DROPS_CLAMP
     failing = next(iter(trace.failing_paths), None)
     return f"{failing.role.value} {failing.name}: {failing.reason}" if failing else None
 

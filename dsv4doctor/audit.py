@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsv4doctor import __version__
 from dsv4doctor.alternatives import Candidate, candidates, outcome
+from dsv4doctor.commands import doctor_command
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.stamped import verified_here
@@ -17,6 +18,7 @@ from dsv4doctor.facts.features import read_features
 from dsv4doctor.models import (
     Alternative,
     Facts,
+    Finding,
     Layer,
     Outcome,
     Report,
@@ -292,7 +294,7 @@ def _run(rule: Rule, facts: Facts) -> RuleResult:
         if absent is not None:
             return _skip(rule, absent)
     try:
-        findings = tuple(rule.check(facts))
+        findings = tuple(_with_command(finding, facts) for finding in rule.check(facts))
     except NotChecked as missing:
         return _skip(rule, str(missing), missing.required)
     except Exception as error:
@@ -300,6 +302,17 @@ def _run(rule: Rule, facts: Facts) -> RuleResult:
         return RuleResult(rule.id, rule.title, Outcome.CRASH, reason=reason)
     outcome = Outcome.FINDING if findings else Outcome.PASS
     return RuleResult(rule.id, rule.title, outcome, findings)
+
+
+def _with_command(finding: Finding, facts: Facts) -> Finding:
+    """`finding` with the whole command that says whether the fix it names helps this launch."""
+    remedy = finding.remedy
+    if remedy is None or remedy.fix is None:
+        return finding
+    command = doctor_command(facts, "fix", "--only", remedy.fix)
+    if command is None or command in remedy.commands:
+        return finding
+    return replace(finding, remedy=replace(remedy, commands=(*remedy.commands, command)))
 
 
 def _skip(rule: Rule, reason: str, required: bool = True) -> RuleResult:

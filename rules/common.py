@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from packaging.version import InvalidVersion, Version
 
-from dsv4doctor.commands import launch_change, server_command
+from dsv4doctor.alternatives import DROPS_CLAMP
+from dsv4doctor.commands import doctor_command, launch_change, server_command
 from dsv4doctor.facts.callsite import text_at
-from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value
+from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value, without
 from dsv4doctor.models import (
     Alternative,
     Facts,
@@ -211,6 +213,9 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
         sentences.append(_PATCH_ONLY)
     if is_draft and not facts.alternatives:
         sentences.append("Without the --speculative-* flags there is no draft model to fail.")
+    patched = _patched(facts, layer)
+    if patched is not None:
+        sentences.append(patched.text)
     if _is_hybrid(facts):
         sentences.append(_original(facts))
     if working and facts.trace is not None and facts.trace.failing_paths:
@@ -221,7 +226,35 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     sentences += [text for text in changes_to_make if text is not None]
     commands = [server_command(facts, option.flags) for option in working]
     found = tuple(text for text in commands if text is not None)
+    found += patched.commands if patched is not None else ()
     return Remedy("\n".join(sentences), found, _fix_for(facts, layer))
+
+
+def _patched(facts: Facts, layer: Layer | None) -> Remedy | None:
+    """The way that keeps speculation: main experts on CUTLASS, where all that speaks against it is
+    the clamp, which FIX103 passes on, and a draft that FIX101 sends elsewhere."""
+    launch = facts.snapshot.launch
+    if launch is None or _fix_for(facts, layer) != "FIX101":
+        return None
+    for option in facts.alternatives:
+        backend = flag_value(option.flags, MAIN_FLAG)
+        main = [one for one in option.layers if one.role is Role.MAIN]
+        works = all(is_nvfp4_cutlass(one) and one.verdict is Verdict.RUNS for one in main)
+        if option.problem != DROPS_CLAMP or backend is None or not main or not works:
+            continue
+        flags = (*without(launch.flags, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
+        change = launch_change(facts, flags)
+        changed = replace(
+            facts, snapshot=replace(facts.snapshot, launch=replace(launch, flags=flags))
+        )
+        command = doctor_command(changed, "fix", "--only", "FIX101", "--only", "FIX103")
+        text = (
+            f"To keep speculative decoding and the clamp: {MAIN_FLAG} {backend} with the fixes "
+            "FIX101 and FIX103; `dsv4doctor fix --apply` proves by a trace that it runs, or "
+            f"changes nothing.{f' {change}' if change else ''}"
+        )
+        return Remedy(text, (command,) if command else ())
+    return None
 
 
 def _with_verdict(option: Alternative) -> str:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from dsv4doctor.alternatives import Candidate, candidates, outcome, without, without_speculation
-from dsv4doctor.audit import _left, judged
+from dsv4doctor.audit import _left, judged, run_rules
 from dsv4doctor.errors import UndeterminedError
 from dsv4doctor.models import Alternative, Layer, SglangError, StoredFormat, Trace, Verdict
-from dsv4doctor.rules import hot_path_fails
+from dsv4doctor.rules import hot_path_fails, moe_draft_sm100_only
 from dsv4doctor.rules.common import way_out
 from dsv4doctor.rules.samples import (
     CALL_WITHOUT_CLAMP,
@@ -184,3 +184,37 @@ def test_what_runs_as_a_fallback_is_called_that() -> None:
     known = replace(facts("sm_120", MAIN_TRTLLM), alternatives=options)
     text = way_out(known, MAIN_TRTLLM[0]).text
     assert "runs: --moe-runner-backend marlin (a fallback); --moe-runner-backend other." in text
+
+
+def test_a_patch_that_keeps_speculation_and_the_clamp_is_named() -> None:
+    """Where only the clamp speaks against CUTLASS for the main experts, FIX103 and FIX101 help."""
+    flags = ("--tp", "4", *_EAGLE, "--moe-runner-backend", "triton")
+    base = facts("sm_120", [*MAIN_TRTLLM, DRAFT_TRTLLM], flags=flags)
+    candidate = Candidate("x", (*_PLAIN, "--moe-runner-backend", "flashinfer_cutlass"))
+    cutlass = outcome(candidate, _trace(*MAIN_NVFP4_CUTLASS), {}, has_clamp=False)
+
+    def commands(option: Alternative) -> list[str]:
+        remedy = way_out(replace(base, alternatives=(option,)), DRAFT_TRTLLM)
+        named = [one for one in remedy.commands if "--only FIX103" in one]
+        assert bool(named) == ("with the fixes FIX101 and FIX103" in remedy.text)
+        return named
+
+    [command] = commands(replace(cutlass, problem="drops swiglu_limit"))
+    assert command.startswith("dsv4doctor fix --only FIX101 --only FIX103 ")
+    assert command.endswith(
+        "--speculative-algorithm EAGLE --speculative-num-steps 1 "
+        "--moe-runner-backend flashinfer_cutlass"
+    )
+    assert commands(replace(cutlass, problem="SGLang raises ValueError")) == []
+    assert commands(replace(cutlass, problem="drops swiglu_limit", layers=())) == []
+
+
+def test_a_fix_is_named_with_its_whole_command() -> None:
+    flags = ("--tp", "4", *_EAGLE)
+    launch = facts("sm_120", [*MAIN_CUTLASS, DRAFT_TRTLLM], flags=flags)
+    [result] = run_rules([moe_draft_sm100_only.RULE], launch)
+    [finding] = result.findings
+    assert finding.remedy is not None
+    [command] = [one for one in finding.remedy.commands if one.startswith("dsv4doctor fix")]
+    assert command.startswith("dsv4doctor fix --only FIX101 ")
+    assert command.endswith(" -- " + " ".join(flags))

@@ -78,8 +78,12 @@ def test_acceptance_story(look: Callable[..., Report]) -> None:
     assert draft.remedy is not None
     # CUTLASS would drop the clamp on this release; what is recommended was traced.
     assert draft.remedy.commands
-    assert all("--moe-runner-backend marlin" in text for text in draft.remedy.commands)
-    assert not any("--speculative" in text for text in draft.remedy.commands)
+    servers = [text for text in draft.remedy.commands if text.startswith("python ")]
+    assert all("--moe-runner-backend marlin" in text for text in servers)
+    patches = [text for text in draft.remedy.commands if text.startswith("dsv4doctor fix ")]
+    assert "--only FIX101 --only FIX103" in patches[0]
+    assert "--moe-runner-backend flashinfer_cutlass" in patches[0]
+    assert not any("--speculative" in text for text in servers)
     assert _found(report)[0][0] == "DSV102"
     assert audit.exit_code(report, Severity.ERROR, strict=True) == 1
 

@@ -19,6 +19,7 @@ from dsv4doctor.rules import (
     gpus_across_nodes,
     hot_path_fails,
     pd_pair,
+    swiglu_limit_dropped,
 )
 from dsv4doctor.rules.rule import FACTS, Example, Rule
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
@@ -83,6 +84,7 @@ def test_draft_finding_tells_the_whole_story() -> None:
     assert "flashinfer_cutlass (drops swiglu_limit)" in finding.remedy.text
     assert finding.remedy.commands == (
         "python -m sglang.launch_server --model-path model --moe-runner-backend marlin",
+        f"dsv4doctor fix --only FIX101 model --arch sm_120 --sglang 0.5.14 -- {' '.join(both)}",
     )
     (ignored,) = results["DSV103"].findings
     assert ignored.severity is Severity.WARNING
@@ -212,3 +214,20 @@ def serving_fields() -> tuple[str, ...]:
     )
     fields: tuple[str, ...] = ast.literal_eval(value)
     return fields
+
+
+def test_the_line_that_activates_without_the_clamp_is_the_evidence() -> None:
+    """The grouped GEMM has no activation: its call site proves nothing."""
+    [example] = [
+        one for one in swiglu_limit_dropped.EXAMPLES if one.title.startswith("the grouped")
+    ]
+    [finding] = swiglu_limit_dropped.check(example.facts)
+    assert finding.severity is Severity.ERROR
+    assert [place.line for place in finding.locations] == [475]
+    said = " ".join(finding.evidence)
+    assert "cutlass_moe.py:475: silu_and_mul(c1, intermediate)" in said
+    assert "nvfp4.py" not in said
+    unread = replace(example.facts, features=None)
+    assert "nvfp4.py:189, none is applied" in " ".join(
+        next(iter(swiglu_limit_dropped.check(unread))).evidence
+    )

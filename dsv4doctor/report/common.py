@@ -26,7 +26,8 @@ def what_to_do(remedy: Remedy) -> str:
     """The remedy in words, a line a way out."""
     if remedy.fix is None:
         return remedy.text
-    return f"{remedy.text}\n`dsv4doctor fix --only {remedy.fix}` tells whether a patch helps."
+    how = f"`dsv4doctor fix --only {remedy.fix}` with this launch's options"
+    return f"{remedy.text}\n{how} tells whether a patch helps."
 
 
 def sentences(finding: Finding) -> str:
