@@ -15,7 +15,7 @@ from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Arch, Layer, Role, StoredFormat, Trace, Verdict
-from dsv4doctor.verdicts import drops_clamp, judge, known_kernel, raised
+from dsv4doctor.verdicts import drops_clamp, judge, judge_path, known_kernel, raised
 
 _WORST = (Verdict.FAILS, Verdict.UNKNOWN, Verdict.FALLBACK, Verdict.RUNS)
 WORKING = (Verdict.RUNS, Verdict.FALLBACK)
@@ -62,6 +62,8 @@ class Cell:
     """None: the launch has no draft model."""
     traced: bool
     """False: there is no answer, and `main` says why."""
+    path_problem: str | None = None
+    """A hot path beside the experts that will fail; None also where they were not looked at."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -80,6 +82,7 @@ class Cell:
 
     @property
     def works(self) -> bool:
+        """The experts of main and draft run, as the model needs it."""
         return all(part.verdict in WORKING for part in self.parts)
 
 
@@ -124,7 +127,14 @@ def cell(
     draft = None
     if speculates or outcome.of(Role.DRAFT):
         draft = _part(outcome, Role.DRAFT, texts, grounds, has_clamp)
-    return Cell(key, main, draft, traced=True)
+    return Cell(key, main, draft, True, _path_problem(outcome, grounds))
+
+
+def _path_problem(trace: Trace, grounds: Grounds | None) -> str | None:
+    for path in (judge_path(one, trace.arch, grounds) for one in trace.paths):
+        if path.verdict is Verdict.FAILS:
+            return f"{path.role.value} {path.name}: {path.reason}"
+    return None
 
 
 def _part(
@@ -191,7 +201,7 @@ class Choice:
 def recommend(
     matrix: Matrix, arch: Arch, checkpoint: str, newest_first: Sequence[str]
 ) -> tuple[Choice, ...]:
-    """The launches that work on `arch`, the fastest known first.
+    """The launches that work on `arch`, the fastest known first; none with a failing hot path.
 
     In this order: a draft model that runs too; no fallback; the kernels' tiers (the table of
     known kernels), the main model's first; the newer release; the flag set as given.
@@ -201,7 +211,8 @@ def recommend(
     found = [
         one
         for one in matrix.cells
-        if one.works and one.key.arch == arch and one.key.checkpoint == checkpoint
+        if one.works and not one.path_problem
+        if one.key.arch == arch and one.key.checkpoint == checkpoint
     ]
 
     def place(one: Cell) -> tuple[object, ...]:
@@ -217,6 +228,18 @@ def recommend(
 
     return tuple(
         Choice(one, flags[one.key.flag_set], _why(one)) for one in sorted(found, key=place)
+    )
+
+
+def left_out(matrix: Matrix, arch: Arch, checkpoint: str) -> tuple[str, ...]:
+    """Where the experts run and another hot path fails: release and path, each once."""
+    return tuple(
+        dict.fromkeys(
+            f"SGLang {one.key.release} ({one.path_problem})"
+            for one in matrix.cells
+            if one.works and one.path_problem
+            if one.key.arch == arch and one.key.checkpoint == checkpoint
+        )
     )
 
 

@@ -192,7 +192,7 @@ def _exit_code(matrix: Matrix, advice: Sequence[Advice]) -> int:
 def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
     from packaging.version import InvalidVersion, Version
 
-    from dsv4doctor.matrix import recommend
+    from dsv4doctor.matrix import left_out, recommend
     from dsv4doctor.report.matrix import Advice
 
     def age(release: Release) -> Version:
@@ -209,6 +209,7 @@ def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
             model.given,
             recommend(matrix, arch, model.name, newest),
             plan.given,
+            left_out(matrix, arch, model.name),
         )
         for model in plan.models
         for arch in plan.archs

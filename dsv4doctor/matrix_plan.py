@@ -81,6 +81,7 @@ def plan(asked: Asked, download: Download | None = None) -> Plan:
         jobs=asked.jobs or cores(),
         timeout=asked.timeout,
         use_cache=asked.use_cache,
+        with_paths=asked.recommend,
         read_flashinfer=asked.read_flashinfer,
     )
 
@@ -116,6 +117,7 @@ def _of_launch(asked: Asked, download: Download | None) -> Plan:
         jobs=asked.jobs or cores(),
         timeout=asked.timeout,
         use_cache=asked.use_cache,
+        with_paths=asked.recommend,
         read_flashinfer=asked.read_flashinfer,
     )
 

@@ -63,6 +63,8 @@ class Plan:
     jobs: int = 1
     timeout: float = 300.0
     use_cache: bool = True
+    with_paths: bool = False
+    """Look at the hot paths beside the experts too."""
     read_flashinfer: bool = False
     """Read the FlashInfer that each release pins where the interpreter has another or none."""
 
@@ -216,6 +218,7 @@ class _Work:
                 gpu=gpu,
                 gpu_count=plan.gpu_count if gpu is not None else None,
                 elsewhere=gpu is None,
+                with_paths=plan.with_paths,
             )
             for model, flag_set in launches
         ]

@@ -23,6 +23,7 @@ from dsv4doctor.matrix import (
     Matrix,
     cell,
     flag_sets_to_try,
+    left_out,
     recommend,
 )
 from dsv4doctor.models import ARCHS, SglangError, StoredFormat, Trace, Verdict
@@ -201,6 +202,20 @@ def test_nothing_unknown_and_nothing_wrong_is_recommended(matrix: Matrix) -> Non
         for one in matrix.cells
     ))  # fmt: skip
     assert recommend(unknown, ARCHS["sm_100"], _CHECKPOINT, _NEWEST) == ()
+
+
+def test_a_hot_path_that_fails_is_named_and_its_launch_not_recommended(matrix: Matrix) -> None:
+    arch = ARCHS["sm_120"]
+    best, *rest = recommend(matrix, arch, _CHECKPOINT, _NEWEST)
+    broken = replace(best.cell, path_problem="main indexer-decode: no kernel")
+    cells = tuple(broken if one is best.cell else one for one in matrix.cells)
+    without = replace(matrix, cells=cells)
+    assert recommend(without, arch, _CHECKPOINT, _NEWEST) == tuple(rest)
+    named = left_out(without, arch, _CHECKPOINT)
+    assert named == ("SGLang 0.5.23 (main indexer-decode: no kernel)",)
+    caveat = Advice(arch, _CHECKPOINT, "m", tuple(rest), left_out=named).caveat or ""
+    assert "Without speculative decoding" in caveat
+    assert named[0] in caveat
 
 
 def test_what_is_tried_for_a_stored_format() -> None:

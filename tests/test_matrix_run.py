@@ -80,6 +80,23 @@ def test_two_releases_on_two_gpus(
     assert "4 cells: SGLang 0.5.14, 0.5.23; sm_100, sm_120" in said.err
 
 
+@pytest.mark.wheels
+def test_a_launch_whose_prefill_dies_is_not_recommended(
+    checkpoint: Checkpoints, sglang_tree: Trees, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.15.post1 sends sparse prefill on sm_120 to a kernel that exists for sm_90 and sm_100."""
+    arguments = ["matrix", str(checkpoint(_HYBRID)), "--arch", "sm_120", "--recommend"]
+    arguments += ["--sglang", sglang_tree("0.5.15.post1").root, "--format", "json"]
+    arguments += ["--flags-set", "marlin=--moe-runner-backend marlin", "--", "--tp", "4"]
+    assert command(arguments) == 1
+    plain = json.loads(capfd.readouterr().out)
+    [cell], [advice] = plain["cells"], plain["recommendations"]
+    assert cell["works"]
+    assert cell["path_problem"].startswith("main sparse-mla-prefill: ")
+    assert advice["choices"] == []
+    assert f"SGLang 0.5.15.post1 ({cell['path_problem']})" in advice["caveat"]
+
+
 # ------------------------------------------------------------------------------ failures
 
 

@@ -43,6 +43,8 @@ class Advice:
     choices: tuple[Choice, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """The launch's own variables."""
+    left_out: tuple[str, ...] = ()
+    """What would run the experts and fails in another hot path."""
 
     def command(self, choice: Choice) -> str:
         """The launch as a shell line."""
@@ -52,11 +54,17 @@ class Advice:
 
     @property
     def caveat(self) -> str | None:
+        said = []
         if not self.choices:
-            return "Nothing in this matrix runs main and draft on it."
-        if self.choices[0].cell.draft is None:
-            return "Without speculative decoding: no draft model in this matrix runs."
-        return None
+            said.append("Nothing in this matrix runs main and draft on it.")
+        elif self.choices[0].cell.draft is None:
+            said.append("Without speculative decoding: no draft model in this matrix runs.")
+        if self.left_out:
+            said.append(
+                f"Left out for a hot path that fails: {'; '.join(self.left_out)}. "
+                "`dsv4doctor check` of that launch names a way out, if there is one."
+            )
+        return " ".join(said) or None
 
 
 def counted(matrix: Matrix) -> str:
@@ -105,6 +113,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
         "verdict": cell.verdict.value,
         "works": cell.works,
         "traced": cell.traced,
+        "path_problem": cell.path_problem,
         "main": jsonio.to_plain(cell.main),
         "draft": jsonio.to_plain(cell.draft) if cell.draft else None,
     }
