@@ -270,3 +270,21 @@ def test_the_end_of_a_child_without_its_error_is_an_error_that_nothing_explains(
     assert diagnosis.first == diagnosis.matches[0].line
     explained = read(_FRAMES.format(model="deepseek_v4") + end)
     assert (explained.exit_code, explained.unexplained) == (1, ())
+
+
+def test_a_draft_that_fails_is_not_told_to_take_a_flag() -> None:
+    """LOG103 beside LOG101: both are about the draft of a hybrid checkpoint."""
+    log = (
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition\n"
+        "[2026-09-18 10:01:19 TP0] Shuffling FP4 expert weights for TRT-LLM MxFP4 kernel (layer: "
+        "model.decoder.mlp.experts)...\n"
+        + _FRAMES.format(model="deepseek_v4_nextn").rpartition("RuntimeError")[0]
+        + "RuntimeError: Error occurred when running GEMM! (numBatches: 64, GemmMNK: 8 2048 4096, "
+        "Kernel: bmm_E4m3_E2m1E4m3_Fp32_t128x8x512u2_dynBatch_sm100f)\n"
+    )
+    matches = {match.signature.id: match for match in read(log).matches}
+    assert matches["LOG103"].role == "draft"
+    best = matches["LOG103"].causes[0]
+    assert best.confidence == "high"
+    assert best.remedy.startswith("no flag changes it")
+    assert matches["LOG103"].causes[1].confidence == "low"

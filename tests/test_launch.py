@@ -702,3 +702,16 @@ def test_notes_are_few_and_true(tmp_path: Path) -> None:
         "line 4: cannot know $!",
         "line 5: cannot know the word of this case; every arm that may run was read",
     )
+
+
+def test_a_variable_that_docker_passes_on_is_not_said_to_be_lost(tmp_path: Path) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text(
+        "export NCCL_P2P_DISABLE=1 UCX_TLS=tcp\n"
+        "docker run -e NCCL_P2P_DISABLE image python -m sglang.launch_server --model-path /m\n"
+    )
+    launch = read_script(script, {})
+    assert launch.environment == {"NCCL_P2P_DISABLE": "1"}
+    assert "the container gets its variables from -e only, not UCX_TLS" in launch.notes
+    script.write_text(script.read_text().replace(" UCX_TLS=tcp", ""))
+    assert read_script(script, {}).notes == ()

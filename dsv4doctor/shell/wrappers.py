@@ -78,11 +78,8 @@ def _env(around: Surroundings, options: Sequence[str]) -> None:
 
 def _container(around: Surroundings, options: Sequence[str], inherited: Mapping[str, str]) -> None:
     """A container sees none of the script's variables, only those of -e and --env."""
-    outside = {**inherited, **around.environment}
-    if around.environment:
-        around.notes.append(
-            f"the container gets its variables from -e only, not {', '.join(around.environment)}"
-        )
+    exported = dict(around.environment)
+    outside = {**inherited, **exported}
     around.environment.clear()
     around.container = True
     for index, option in enumerate(options):
@@ -103,6 +100,9 @@ def _container(around: Surroundings, options: Sequence[str], inherited: Mapping[
             _mount(around, option[8:])
         elif option == "--mount":
             _mount(around, following)
+    lost = [name for name in exported if name not in around.environment]
+    if lost:
+        around.notes.append(f"the container gets its variables from -e only, not {', '.join(lost)}")
 
 
 def _pass_on(around: Surroundings, text: str, outside: Mapping[str, str]) -> None:
