@@ -1,5 +1,6 @@
 """Bytes: line ends, diffs, links, modes, compiled files, what is pristine."""
 
+import errno
 import json
 import os
 import py_compile
@@ -15,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from patching_trees import BOTH, FP8, KV, ONE, QUANT, contents, job, part_of
 
-from dsv4doctor.errors import PatchRefusedError
+from dsv4doctor.errors import PatchRefusedError, UsageError
 from dsv4doctor.models import SglangTree
 from dsv4doctor.patching import diff, disk, overlay, pristine, restore, shadow, text, work
 from dsv4doctor.patching.journal import Journal, Original, Store
@@ -236,6 +237,25 @@ def test_a_state_folder_that_cannot_be_written(tree: SglangTree, tmp_path: Path)
     with pytest.raises(Exception, match="cannot be written") as refused:
         work.apply(job(tree, tmp_path / "state"))
     assert type(refused.value).__name__ == "UsageError"
+
+
+@pytest.mark.wheels
+def test_a_journal_that_another_user_keeps(
+    tree: SglangTree, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = job(tree, state)
+    work.apply(wanted)
+    opened = os.open
+
+    def refusing(path: str | Path, *given: int) -> int:
+        if Path(path) == wanted.store.path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *given)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(UsageError, match=r"journal\.json: cannot be read .Permission") as refused:
+        restore.status(wanted.store, BOTH)
+    assert (refused.value.hint or "").startswith("run it as the user who patched the tree")
 
 
 # ------------------------------------------------------------------------------ pristine

@@ -109,9 +109,16 @@ class Store:
             f"then remove {self.folder}"
         )
         try:
-            os.lstat(self.path)
+            os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            if not os.path.lexists(self.path):
+                return None
+        except PermissionError as error:
+            raise UsageError(
+                f"{self.path}: cannot be read ({error.strerror})",
+                f"run it as the user who patched the tree, or set {STATE_VARIABLE} to a folder "
+                "that can",
+            ) from error
         except OSError:
             pass  # reading it says why
         plain = read_json(self.path, _MAX_BYTES, hint)
