@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from packaging.version import InvalidVersion, Version
@@ -21,6 +21,7 @@ from dsv4doctor.models import (
     Role,
     StoredFormat,
     Trace,
+    TreeFeatures,
     Verdict,
 )
 from dsv4doctor.rules.rule import NotChecked
@@ -205,6 +206,8 @@ def way_out(facts: Facts, layer: Layer | None) -> Remedy:
     if working:
         changes = "; ".join(_with_verdict(option) for option in working)
         sentences.append(f"Traced with SGLang {version}, and runs: {changes}.")
+        scale = _marlin_scale(facts, [layer for option in working for layer in option.layers])
+        sentences += [scale] if scale is not None else []
     if failing:
         reasons = "; ".join(f"{option.change} ({option.problem})" for option in failing)
         sentences.append(f"Does not help: {reasons}.")
@@ -255,6 +258,29 @@ def _patched(facts: Facts, layer: Layer | None) -> Remedy | None:
         )
         return Remedy(text, (command,) if command else ())
     return None
+
+
+def marlin_scale(
+    features: TreeFeatures | None, stored: StoredFormat | None, kernel: str | None
+) -> str | None:
+    """What NVFP4 experts on Marlin take for granted in this tree; None: none."""
+    where = features.marlin_one_scale if features is not None else None
+    if where is None or stored is not StoredFormat.NVFP4 or "marlin" not in (kernel or ""):
+        return None
+    return (
+        f"Marlin takes the gate's scale (w1) for w3 too ({described(where)}): where a checkpoint's "
+        'differ SGLang logs "w1_weight_scale_2 must match w3_weight_scale_2" and answers can be '
+        "worse, which no header shows."
+    )
+
+
+def _marlin_scale(facts: Facts, layers: Iterable[Layer]) -> str | None:
+    found = (
+        marlin_scale(facts.features, layer.stored_format, layer.kernel.symbol)
+        for layer in layers
+        if layer.kernel is not None
+    )
+    return next((text for text in found if text is not None), None)
 
 
 def _with_verdict(option: Alternative) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Kernel, Remedy, Severity, StoredFormat, Verdict
-from dsv4doctor.rules.common import described
+from dsv4doctor.models import Facts, Finding, Kernel, Layer, Remedy, Severity, StoredFormat, Verdict
+from dsv4doctor.rules.common import described, marlin_scale
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import MAIN_CUTLASS, facts
 
@@ -38,6 +38,7 @@ def check(facts: Facts) -> Iterator[Finding]:
             consequence=(
                 f"They run, and prefill and large batches leave the FP4 tensor cores of "
                 f"{facts.arch.name} unused."
+                f"{_scale(facts, layer)}"
             ),
             evidence=(
                 f"{layer.quant_method} reaches {layer.kernel.symbol}",
@@ -50,6 +51,12 @@ def check(facts: Facts) -> Iterator[Finding]:
                 "otherwise ask the started server a few questions with known answers."
             ),
         )
+
+
+def _scale(facts: Facts, layer: Layer) -> str:
+    assert layer.kernel is not None
+    said = marlin_scale(facts.features, layer.stored_format, layer.kernel.symbol)
+    return f" {said}" if said is not None else ""
 
 
 RULE = Rule(

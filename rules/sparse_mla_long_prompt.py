@@ -42,13 +42,15 @@ def check(facts: Facts) -> Iterator[Finding]:
     reported = version == _LAST_WITHOUT
     yield Finding(
         rule=RULE.id,
-        severity=Severity.WARNING if reported else Severity.INFO,
+        severity=Severity.ERROR if reported else Severity.INFO,
         subject="sparse MLA attention",
         message=(
             f"With FlashInfer {version} on {facts.arch.name} attention can read memory that "
             "nobody has written once a prompt is longer than 64 tokens."
         ),
-        consequence="Answers to longer prompts can be wrong or garbage, and no error is raised.",
+        consequence="Answers to longer prompts can be wrong or garbage, and no error is raised."
+        if reported
+        else "Where it does, answers to longer prompts are wrong; nobody has reported it.",
         evidence=(
             flashinfer_source(facts),
             f"uninitialised pages at {with_source(scratch)}",
@@ -70,7 +72,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 RULE = Rule(
     id="DSV202",
     title="Attention corruption for prompts over 64 tokens",
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     reads=("trace", "features"),
     check=check,
 )

@@ -14,23 +14,32 @@ from dsv4doctor.folding import fold
 from dsv4doctor.models import (
     Facts,
     Finding,
+    Kernel,
     Layer,
+    Location,
     Remedy,
     Role,
     Severity,
     StoredFormat,
     Verdict,
 )
-from dsv4doctor.rules.common import call_text, described, is_nvfp4_cutlass
+from dsv4doctor.rules.common import (
+    call_text,
+    described,
+    is_nvfp4_cutlass,
+    marlin_scale,
+    with_source,
+)
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import (
     CALL_WITH_CLAMP,
     CALL_WITHOUT_CLAMP,
     DRAFT_TRTLLM,
     MAIN_NVFP4_CUTLASS,
+    SOURCES,
     facts,
 )
-from dsv4doctor.verdicts import drops_clamp
+from dsv4doctor.verdicts import drops_clamp, known_kernel
 
 _ELSEWHERE = Remedy(
     "SGLang passes the clamp to FlashInfer's CUTLASS MoE (--moe-runner-backend "
@@ -55,41 +64,86 @@ def check(facts: Facts) -> Iterator[Finding]:
         if not works or not drops_clamp(layer, call_text(facts, layer)):
             continue
         assert layer.kernel is not None
-        kernel = layer.kernel.symbol.rpartition(".")[2]
         whose = "draft" if layer.role is Role.DRAFT else "main"
-        site = layer.kernel.call_site
+        site = _activation(facts, layer) or layer.kernel.call_site
         yield Finding(
             rule=RULE.id,
-            severity=Severity.WARNING,
+            severity=Severity.ERROR,
             subject=layers.name,
-            message=f"{kernel} is called without swiglu_limit, which this model sets to {limit:g}.",
+            message=(
+                f"{_what(facts, layer)} without swiglu_limit, which this model sets to {limit:g}."
+            ),
             consequence=(
-                f"The {whose} routed experts compute plain SwiGLU: the server runs, no error is "
-                "raised, and answers can be worse."
+                f"The {whose} routed experts compute plain SwiGLU, which is wrong output: the "
+                "server runs and no error is raised."
             ),
             evidence=(
                 f"config.json: swiglu_limit {limit:g}",
-                f"the call at {described(site)} does not pass it"
-                if layer.clamp_read is not False
-                else f"nothing reads it on the way to the call at {described(site)}",
+                _evidence(facts, layer),
             ),
             locations=(site,) if site else (),
-            remedy=_remedy(layer),
+            remedy=_remedy(facts, layer),
         )
 
 
-def _remedy(layer: Layer) -> Remedy:
+def _activation(facts: Facts, layer: Layer) -> Location | None:
+    """Where SGLang activates the experts itself: the grouped GEMM has no activation."""
+    assert layer.kernel is not None
+    grouped = layer.kernel.symbol.endswith(".cutlass_fp4_group_mm")
+    return facts.features.plain_activation if grouped and facts.features is not None else None
+
+
+def _what(facts: Facts, layer: Layer) -> str:
+    assert layer.kernel is not None
+    kernel = layer.kernel.symbol.rpartition(".")[2]
+    if _activation(facts, layer) is not None:
+        return f"Between two products of {kernel} the experts are activated"
+    return f"{kernel} is called"
+
+
+def _evidence(facts: Facts, layer: Layer) -> str:
+    assert layer.kernel is not None
+    activation, site = _activation(facts, layer), layer.kernel.call_site
+    if activation is not None:
+        return f"activated without it at {with_source(activation)}"
+    if layer.clamp_read is False:
+        return f"nothing reads it on the way to the call at {described(site)}"
+    known = known_kernel(layer, call_text(facts, layer))
+    if known is not None and known.clamp == "never":
+        return f"on the way to and from {known.name}, called at {described(site)}, none is applied"
+    return f"the call at {described(site)} does not pass it"
+
+
+def _remedy(facts: Facts, layer: Layer) -> Remedy:
     if layer.stored_format is StoredFormat.FP8_BLOCK:
         return _FP8
-    return _PATCHED if is_nvfp4_cutlass(layer) else _ELSEWHERE
+    remedy = _PATCHED if is_nvfp4_cutlass(layer) else _ELSEWHERE
+    scale = marlin_scale(facts.features, layer.stored_format, "marlin")
+    return remedy if scale is None else replace(remedy, text=f"{remedy.text}\n{scale}")
 
 
 RULE = Rule(
     id="DSV107",
     title="Routed experts without the model's SwiGLU clamp",
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     reads=("trace", "checkpoint"),
     check=check,
+)
+
+_GROUPED = [
+    replace(
+        layer,
+        kernel=Kernel(
+            "torch.ops.sglang.cutlass_fp4_group_mm", Location("sglang/jit_kernel/nvfp4.py", 189)
+        ),
+    )
+    for layer in MAIN_NVFP4_CUTLASS
+]
+_SOURCES = replace(
+    SOURCES,
+    plain_activation=Location(
+        "sglang/srt/layers/moe/cutlass_moe.py", 475, source="silu_and_mul(c1, intermediate)"
+    ),
 )
 
 EXAMPLES = (
@@ -101,6 +155,11 @@ EXAMPLES = (
     Example(
         "called with it",
         facts("sm_120", [*MAIN_NVFP4_CUTLASS], call=CALL_WITH_CLAMP),
+    ),
+    Example(
+        "the grouped GEMM, whose activation is SGLang's own call",
+        replace(facts("sm_120", _GROUPED), features=_SOURCES),
+        expect=("model.layers.0-2.mlp.experts",),
     ),
     Example(
         "a path on which nothing reads it",

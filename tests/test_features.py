@@ -43,6 +43,10 @@ def test_real_trees(
     assert "NVIDIA_H200" in found.tuned_dense_fp8
     assert found.environment_defaults["SGLANG_DSV4_FP4_EXPERTS"] == "True"
     assert found.mooncake_sends_state is True
+    activation = found.plain_activation
+    assert (activation.line if activation else None) == (475 if version == "0.5.14" else None)
+    assert found.marlin_one_scale is not None
+    assert found.marlin_one_scale.source == "w13_weight_scale_2 = layer.w13_weight_scale_2[:, 0]"
     for place in (found.torch_indexer, found.probes_experts, found.mxfp8_dense):
         if place is not None:
             line = (root / place.file).read_text(encoding="utf-8").splitlines()[place.line - 1]

@@ -66,6 +66,7 @@ def test_prefill_of_a_torch_indexer_fits(proved: Callable[[str, str, Ask], Proof
     assert flags["--chunked-prefill-size"].values == ("1024",)
     assert "for the indexer's torch operations" in flags["--mem-fraction-static"].why
     assert (proof.exit_code, flags["--moe-runner-backend"].values) == (0, ("marlin",))
+    assert len([note for note in proof.plan.notes if "modelopt_quant.py:2022" in note]) == 1
 
 
 def test_a_switch_that_another_hot_path_needs_is_set(

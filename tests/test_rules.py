@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor.audit import run_rules
-from dsv4doctor.models import Alternative, Facts, Kernel, Outcome, Severity, Verdict
+from dsv4doctor.models import (
+    Alternative,
+    Facts,
+    Kernel,
+    Location,
+    Outcome,
+    Severity,
+    StoredFormat,
+    Verdict,
+)
 from dsv4doctor.rules import (
     MODULES,
     RULES,
@@ -18,6 +27,7 @@ from dsv4doctor.rules import (
     dense_fp8_v41,
     gpus_across_nodes,
     hot_path_fails,
+    moe_sixteen_bit,
     pd_pair,
     swiglu_limit_dropped,
 )
@@ -231,3 +241,26 @@ def test_the_line_that_activates_without_the_clamp_is_the_evidence() -> None:
     assert "nvfp4.py:189, none is applied" in " ".join(
         next(iter(swiglu_limit_dropped.check(unread))).evidence
     )
+
+
+def test_marlin_on_nvfp4_says_what_no_header_shows() -> None:
+    where = Location("sglang/srt/layers/quantization/modelopt_quant.py", 2022)
+    [example] = [
+        one for one in swiglu_limit_dropped.EXAMPLES if one.title.startswith("the grouped")
+    ]
+    assert example.facts.features is not None
+    known = replace(example.facts, features=replace(example.facts.features, marlin_one_scale=where))
+    [finding] = swiglu_limit_dropped.check(known)
+    assert finding.remedy is not None
+    assert "modelopt_quant.py:2022" in finding.remedy.text
+    [stock] = [one for one in moe_sixteen_bit.EXAMPLES if one.title == "Marlin on sm_120"]
+    assert stock.facts.trace is not None
+
+    def said(stored: StoredFormat) -> str:
+        layers = [replace(one, stored_format=stored) for one in stock.facts.trace.layers]
+        trace = replace(stock.facts.trace, layers=tuple(layers))
+        changed = replace(stock.facts, trace=trace, features=known.features)
+        return next(iter(moe_sixteen_bit.check(changed))).consequence
+
+    assert "w1_weight_scale_2 must match w3_weight_scale_2" in said(StoredFormat.NVFP4)
+    assert "w1_weight_scale_2" not in said(StoredFormat.MXFP4)

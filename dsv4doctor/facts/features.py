@@ -15,6 +15,9 @@ _SPARSE_MLA = (
     "sglang/srt/layers/attention/flash_mla_sm120.py",
 )
 _INDEXER = "sglang/srt/layers/attention/dsv4/indexer.py"
+_GROUPED = "sglang/srt/layers/moe/cutlass_moe.py"
+_MODELOPT = "sglang/srt/layers/quantization/modelopt_quant.py"
+_GATES_SCALE = re.compile(r"^ +w13_weight_scale_2 = layer\.w13_weight_scale_2\[:, 0\]$", re.M)
 _DEFAULT = re.compile(r"^    (SGLANG\w+) = Env\w+\((.*)\)$", re.MULTILINE)
 
 _AUTO_DENSE = re.compile(
@@ -38,6 +41,7 @@ def read_features(root: Path) -> TreeFeatures:
     torch_indexer, body = _function(_INDEXER, indexer, "fp8_paged_mqa_logits_torch_sm120")
     config = "sglang/srt/configs/deepseek_v4.py"
     probes, _ = _function(config, _text(root, config), "try_detect_fp4_experts")
+    modelopt = _text(root, _MODELOPT)
     dense = "sglang/srt/layers/quantization/fp8_utils.py"
     dense_text = _text(root, dense)
     mxfp8, _ = _function(dense, dense_text, "resolve_block_fp8_mxfp8_backend")
@@ -53,6 +57,8 @@ def read_features(root: Path) -> TreeFeatures:
         torch_indexer_bytes=_value_bytes(body),
         torch_indexer_rows=_rows_at_once(body),
         indexer_replaced="dsv4doctor FIX104" in indexer,
+        plain_activation=_plain_activation(_text(root, _GROUPED)),
+        marlin_one_scale=_last_line(_MODELOPT, modelopt, _GATES_SCALE.search(modelopt)),
         probes_experts=probes,
         mooncake_sends_state="StateType" in mooncake or "state_indices" in mooncake
         if mooncake
@@ -94,7 +100,7 @@ def _tuned(root: Path) -> tuple[str, ...]:
 
 def _function(file: str, text: str, name: str) -> tuple[Location | None, str]:
     """Where the module-level function `name` starts, and its source."""
-    match = re.search(rf"^def {name}\(.*?(?=^\S(?!.*\) ?(?:->.*)?:$)|\Z)", text, re.M | re.S)
+    match = re.search(rf"^def {name}\(.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
     if match is None:
         return None, ""
     line = text.count("\n", 0, match.start()) + 1
@@ -119,6 +125,17 @@ def _rows_at_once(body: str) -> int | None:
     """By the constant that the indexer holds its batch against before it calls itself."""
     match = re.search(r"^    (\w+) = (\d+)\n    if batch_size > \1:$", body, re.M)
     return None if match is None else int(match.group(2))
+
+
+def _plain_activation(text: str) -> Location | None:
+    """The activation between the two grouped products of NVFP4 experts, where the function that
+    holds them knows no clamp."""
+    start, body = _function(_GROUPED, text, "cutlass_moe_fp4")
+    match = re.search(r"^ +((?:\S.*\b)?silu_and_mul\w*\(.*)$", body, re.M)
+    if start is None or match is None or "swiglu_limit" in body:
+        return None
+    line = start.line + body.count("\n", 0, match.start())
+    return Location(_GROUPED, line, start.function, match.group(1).strip())
 
 
 def _split_scratch(file: str, text: str) -> Location | None:

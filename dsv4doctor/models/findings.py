@@ -82,6 +82,10 @@ class TreeFeatures:
     """Bytes of one of its intermediate values: 4 for float32, 2 for bfloat16."""
     torch_indexer_rows: int | None = None
     """The query rows that it computes at once; None: all that it is given."""
+    plain_activation: Location | None = None
+    """Where NVFP4 experts between two grouped products are activated without a clamp."""
+    marlin_one_scale: Location | None = None
+    """Where Marlin gets one scale, the gate's, for both halves of NVFP4 experts."""
     probes_experts: Location | None = None
     """Where the experts' stored format is probed from a local snapshot."""
     mooncake_sends_state: bool | None = None

@@ -33,6 +33,7 @@ from dsv4doctor.planning.layout import Plan, Server, Setting
 from dsv4doctor.planning.release import text_of
 from dsv4doctor.planning.settings import grouped, with_flags
 from dsv4doctor.rules import PAIR_RULES
+from dsv4doctor.rules.common import marlin_scale
 from dsv4doctor.rules.rule import NotChecked
 from dsv4doctor.rules.torch_indexer import torch_indexer
 from dsv4doctor.target import Target
@@ -181,6 +182,9 @@ def _changed(plan: Plan, reports: Sequence[Report], tried: _Try, on: Ground) -> 
         first = plan.servers[0].words
         servers = tuple(with_flags(server, first, way.flags, why) for server in plan.servers)
         notes = [*plan.notes, f"instead of SGLang's choice, on every side: {way.change}"]
+        kernels = [(one.stored_format, one.kernel.symbol) for one in way.layers if one.kernel]
+        scales = (marlin_scale(on.features, stored, kernel) for stored, kernel in kernels)
+        notes += dict.fromkeys(text for text in scales if text is not None)
         if _speculates(first) and not _speculates(way.flags):
             notes.append(
                 "speculative decoding is left out: this SGLang's draft does not run on "
