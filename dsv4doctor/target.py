@@ -40,6 +40,7 @@ from dsv4doctor.models import (
     Snapshot,
     Stack,
 )
+from dsv4doctor.server_config import model_of
 from dsv4doctor.wheels import default_cache, fetch_tree
 
 _LINE = re.compile("[0-9]{1,9}")
@@ -230,8 +231,29 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
         launch = from_arguments(options.model, options.flags, {})
     if options.model is not None:
         launch = replace(launch, model=options.model)
+    elif launch.model is None and _unknown_model(launch) is None:
+        launch = _with_configured_model(launch)
     environment = {**launch.environment, **given}
     return replace(launch, environment=environment, given=tuple(given))
+
+
+def _unknown_model(launch: Launch) -> str | None:
+    """What is not known of the model that the script names; None: it names none, or it is known."""
+    said = (note.partition(": ")[2] for note in launch.notes if note.startswith("line "))
+    return next((text for text in said if text.startswith("cannot know the model")), None)
+
+
+def _with_configured_model(launch: Launch) -> Launch:
+    """`launch` with the model of its --config file; a flag would count more."""
+    named = flag_value(launch.flags, "--config")
+    if named is None or not os.path.isfile(named):
+        return launch
+    check_limits(launch)
+    model = model_of(Path(named))
+    if model is None:
+        return launch
+    note = f"the model is what --config {named} names"
+    return replace(launch, model=model, notes=(*launch.notes, note))
 
 
 def _refuse_unknown(launch: Launch) -> None:
@@ -291,9 +313,17 @@ def _model_path(
 
 
 def _no_model(options: Options, launch: Launch) -> UsageError:
-    if options.launch is not None:
+    config = flag_value(launch.flags, "--config")
+    if options.launch is not None or config is not None:
+        unknown = _unknown_model(launch)
+        if unknown is not None:
+            return UsageError(
+                f"{launch.source}:{launch.line}: {unknown}",
+                "give it as MODEL, or a variable of it with --env NAME=VALUE",
+            )
+        beside = f", nor does --config {config}" if config is not None else ""
         return UsageError(
-            f"{launch.source}: names no model that can be known here",
+            f"{launch.source}: names no model{beside}",
             "give it as MODEL: a checkpoint folder or a Hugging Face id",
         )
     model = "give a checkpoint folder or a Hugging Face id as MODEL"

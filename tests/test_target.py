@@ -221,3 +221,35 @@ def test_another_release_at_the_snapshots_path_is_not_taken(
 def test_bad_env(look: Callable[..., Target], text: str) -> None:
     with pytest.raises(UsageError, match="not KEY=VALUE"):
         look(env=(text,))
+
+
+@pytest.mark.parametrize("line", ["model-path: {}", "'model_path':  \"{}\"  # ours", "model: {}"])
+def test_the_model_of_sglangs_own_config_file(
+    line: str, look: Callable[..., Target], tmp_path: Path
+) -> None:
+    """SGLang's flags count more than the file, and the file more than nothing."""
+    model = look().launch.model
+    config, script = tmp_path / "srv.yaml", tmp_path / "serve.sh"
+    config.write_text(f"tp-size: 2\n{line.format(model)}\n")
+    script.write_text(f"python -m sglang.launch_server --config {config}\n")
+    found = look(model=None, launch=script)
+    assert (found.launch.model, found.model_path) == (model, Path(str(model)))
+    assert f"the model is what --config {config} names" in found.notes
+    assert look(model=None, flags=("--config", str(config))).launch.model == model
+    other = f"python -m sglang.launch_server --config {config} --model-path {tmp_path}/other\n"
+    script.write_text(other)
+    with pytest.raises(UsageError, match="/other"):
+        look(model=None, launch=script)
+    config.write_text("tp-size: 2\n")
+    script.write_text(f"python -m sglang.launch_server --config {config}\n")
+    with pytest.raises(UsageError, match=r"names no model, nor does --config \S*srv\.yaml"):
+        look(model=None, launch=script)
+
+
+def test_why_a_scripts_model_is_not_known(look: Callable[..., Target], tmp_path: Path) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text(
+        '\npython -m sglang.launch_server --model-path "${MODEL:?}" --config a.yaml\n'
+    )
+    with pytest.raises(UsageError, match=r"serve\.sh:2: cannot know the model.*\$MODEL is not set"):
+        look(model=None, launch=script)
