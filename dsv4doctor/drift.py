@@ -307,13 +307,18 @@ def _paths(report: dict[str, Any]) -> Iterator[tuple[Key, dict[str, Any]]]:
         )
 
 
+def _shares(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether two paths are about the same layers; some are about none."""
+    return bool(set(one) & set(other)) or not (one or other)
+
+
 def _compare_paths(predicted: dict[str, Any], recorded: dict[str, Any]) -> Iterator[Difference]:
     known = list(_paths(predicted))
     for key, theirs in _paths(recorded):
         ours = [
             path
             for other, path in known
-            if other == key and set(path["layers"]) & set(theirs["layers"])
+            if other == key and _shares(path["layers"], theirs["layers"])
         ]
         first = theirs["layers"][0] if theirs["layers"] else ""
         subject = f"{' '.join(key)} {first}".rstrip()
@@ -324,6 +329,9 @@ def _compare_paths(predicted: dict[str, Any], recorded: dict[str, Any]) -> Itera
         elif key[1] == "kv-cache":
             yield _plain(subject, "dtype", ours[0]["choice"], theirs["choice"])
             yield _plain(subject, "layout", ours[0]["detail"], theirs["detail"])
+        elif not theirs["layers"] and theirs["kernel"] is None and ours[0]["kernel"] is None:
+            # Read off the arguments in both, as the all-reduce: there is no kernel to compare.
+            yield _plain(subject, "choice", ours[0]["choice"], theirs["choice"], values=True)
         else:
             symbols = [path["kernel"] for path in ours]
             yield _kernels(subject, symbols, theirs["kernel"], ours[0]["reason"], theirs)

@@ -55,6 +55,17 @@ def test_the_same(report: dict[str, Any]) -> None:
     assert {one.standing for one in comparison.differences} == {Standing.SAME}
 
 
+def test_a_path_of_no_layer_is_found_in_both(report: dict[str, Any]) -> None:
+    """The all-reduce: read off the arguments, and often not known."""
+    reduce = {**report["paths"][0], "name": "all-reduce", "layers": [], "kernel": None}
+    report["paths"].append({**reduce, "choice": None, "verdict": "unknown"})
+    assert compare(report, report).exit_code == 0
+    other = copy.deepcopy(report)
+    other["paths"][-1]["choice"] = "nccl"
+    [found] = compare(report, other).of(Standing.DRIFT)
+    assert (found.subject, found.what) == ("main all-reduce", "choice")
+
+
 def test_what_ran_and_was_to_fail_is_drift_and_a_failure_never_the_same(
     report: dict[str, Any],
 ) -> None:
