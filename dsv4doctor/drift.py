@@ -331,7 +331,8 @@ def _compare_paths(predicted: dict[str, Any], recorded: dict[str, Any]) -> Itera
             yield _plain(subject, "layout", ours[0]["detail"], theirs["detail"])
         elif not theirs["layers"] and theirs["kernel"] is None and ours[0]["kernel"] is None:
             # Read off the arguments in both, as the all-reduce: there is no kernel to compare.
-            yield _plain(subject, "choice", ours[0]["choice"], theirs["choice"], values=True)
+            one, other = ours[0]["choice"], theirs["choice"]
+            yield _plain(subject, "choice", one, other, values=one == other)
         else:
             symbols = [path["kernel"] for path in ours]
             yield _kernels(subject, symbols, theirs["kernel"], ours[0]["reason"], theirs)

@@ -62,8 +62,10 @@ def test_a_path_of_no_layer_is_found_in_both(report: dict[str, Any]) -> None:
     assert compare(report, report).exit_code == 0
     other = copy.deepcopy(report)
     other["paths"][-1]["choice"] = "nccl"
-    [found] = compare(report, other).of(Standing.DRIFT)
+    [found] = compare(report, other).of(Standing.UNKNOWN)
     assert (found.subject, found.what) == ("main all-reduce", "choice")
+    report["paths"][-1]["choice"] = "custom"
+    assert compare(report, other).exit_code == 1
 
 
 def test_what_ran_and_was_to_fail_is_drift_and_a_failure_never_the_same(
