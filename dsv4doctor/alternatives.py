@@ -26,6 +26,7 @@ _BACKENDS = {
 _NO_DRAFT = " without speculative decoding"
 DROPS_CLAMP = "drops swiglu_limit"
 _QUANTIZATION = "--quantization"
+_EXPERT_RANKS = "--ep-size"
 _HYBRID_METHOD = "ModelOptNvFp4FusedMoEMethod"
 
 
@@ -76,13 +77,28 @@ def _candidates(
     if not fixed_draft and speculates and (draft_fails or not draft):
         bases.append((plain, _NO_DRAFT))
     needs_backend = main_fails or clamp_lost
+    ranks = _ranks_to_spread(trace)
     for base, suffix in bases:
+        if ranks is not None:
+            yield Candidate(f"{_EXPERT_RANKS} {ranks}{suffix}", (*base, _EXPERT_RANKS, str(ranks)))
         if base is plain and not main_fails:
             yield Candidate(f"the same flags{_NO_DRAFT}", plain)
         if needs_backend or (base is flags and draft_fails):
             for backend in backends:
                 changed = (*without(base, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
                 yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", changed)
+
+
+def _ranks_to_spread(trace: Trace) -> int | None:
+    """The ranks that can each have whole experts, where the cut of one was too small for a kernel.
+
+    None where that is not what stopped it, or experts are spread already."""
+    ranks, spread = trace.resolved_args.get("tp_size"), trace.resolved_args.get("ep_size")
+    cut = any(
+        error.phase in ("main", "draft") and "intermediate" in error.message
+        for error in trace.errors
+    )
+    return ranks if cut and isinstance(ranks, int) and ranks > 1 and spread == 1 else None
 
 
 def outcome(

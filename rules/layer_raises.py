@@ -12,9 +12,9 @@ from dsv4doctor.commands import launch_change, server_command
 from dsv4doctor.flags import without
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Facts, Finding, Layer, Location, Remedy, Severity, SglangError
-from dsv4doctor.rules.common import described, way_out, with_source
+from dsv4doctor.rules.common import both, described, flag, way_out, with_source
 from dsv4doctor.rules.rule import Example, Rule
-from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM, facts
+from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM, SOURCES, facts, scene
 
 _WHEN = {
     "arguments": "while it resolves its arguments",
@@ -49,7 +49,22 @@ def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None
         consequence=f"The server never answers: SGLang raises this {_when(error.phase)}.",
         evidence=tuple(evidence),
         locations=(error.at,) if error.at else (),
-        remedy=_eagle(facts, error) or way_out(facts, layer),
+        remedy=_algorithm(facts, error) or _eagle(facts, error) or way_out(facts, layer),
+    )
+
+
+def _algorithm(facts: Facts, error: SglangError) -> Remedy | None:
+    """An algorithm that this SGLang does not have; NEXTN is its other name for EAGLE."""
+    asked = (flag(facts, "--speculative-algorithm") or "").upper()
+    known = facts.features.speculative_algorithms if facts.features else ()
+    about = error.phase == "arguments" and "speculative" in error.message
+    if not asked or not known or not about or asked in (*known, "NEXTN"):
+        return None
+    version = f"SGLang {facts.trace.sglang.version}" if facts.trace else "This SGLang"
+    return Remedy(
+        f"{version} has no {asked}: its algorithms are {both(known)}, and of those only what the "
+        "message allows for this model. Another release may have it: `dsv4doctor check --sglang "
+        "VERSION` tells before anything is installed."
     )
 
 
@@ -115,6 +130,22 @@ EXAMPLES = (
             "sm_120",
             [],
             errors=(replace(_UNSUPPORTED, phase="arguments", type="ValueError"),),
+        ),
+        expect=("arguments",),
+    ),
+    Example(
+        "an algorithm that this release does not have",
+        scene(
+            flags=("--speculative-algorithm", "DSPARK"),
+            features=replace(SOURCES, speculative_algorithms=("EAGLE", "NGRAM")),
+            errors=(
+                replace(
+                    _UNSUPPORTED,
+                    phase="arguments",
+                    type="AssertionError",
+                    message="Only EAGLE speculative algorithm is supported",
+                ),
+            ),
         ),
         expect=("arguments",),
     ),

@@ -218,3 +218,17 @@ def test_a_fix_is_named_with_its_whole_command() -> None:
     [command] = [one for one in finding.remedy.commands if one.startswith("dsv4doctor fix")]
     assert command.startswith("dsv4doctor fix --only FIX101 ")
     assert command.endswith(" -- " + " ".join(flags))
+
+
+def test_experts_whose_cut_is_too_small_are_spread_whole() -> None:
+    said = "hidden_size and intermediate_size_per_partition have to be multiples of 128"
+    stopped = replace(
+        _trace(),
+        errors=(SglangError("main", "ValueError", said, None),),
+        resolved_args={"tp_size": 8, "ep_size": 1},
+    )
+    spread = (*_PLAIN, "--ep-size", "8")
+    assert _flags(stopped, _PLAIN)[0] == spread
+    already = replace(stopped, resolved_args={"tp_size": 8, "ep_size": 8})
+    other = replace(stopped, errors=(SglangError("main", "ValueError", "no", None),))
+    assert spread not in _flags(already, _PLAIN) + _flags(other, _PLAIN)

@@ -36,6 +36,9 @@ def test_real_trees(
     assert found.torch_indexer_rows == (None if version == "0.5.14" else 1024)
     assert (found.mxfp8_dense is not None, found.engram_over_ranks) == (mxfp8, engram)
     assert found.state_by_token is state_by_token
+    assert ("DSPARK" in found.speculative_algorithms) == (version != "0.5.14")
+    assert "EAGLE" in found.speculative_algorithms
+    assert "NONE" not in found.speculative_algorithms
     assert found.dense_fp8_sm12x == ("triton" if version == "0.5.14" else "cutlass")
     at = found.dense_fp8_sm12x_at
     assert at is not None

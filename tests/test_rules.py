@@ -27,6 +27,7 @@ from dsv4doctor.rules import (
     dense_fp8_v41,
     gpus_across_nodes,
     hot_path_fails,
+    layer_raises,
     moe_sixteen_bit,
     pd_pair,
     swiglu_limit_dropped,
@@ -264,3 +265,11 @@ def test_marlin_on_nvfp4_says_what_no_header_shows() -> None:
 
     assert "w1_weight_scale_2 must match w3_weight_scale_2" in said(StoredFormat.NVFP4)
     assert "w1_weight_scale_2" not in said(StoredFormat.MXFP4)
+
+
+def test_an_algorithm_that_the_release_lacks_is_told_with_those_it_has() -> None:
+    [example] = [one for one in layer_raises.EXAMPLES if "algorithm" in one.title]
+    [finding] = layer_raises.check(example.facts)
+    assert finding.remedy is not None
+    assert "has no DSPARK: its algorithms are EAGLE and NGRAM" in finding.remedy.text
+    assert "Another release" in finding.remedy.text

@@ -69,8 +69,15 @@ def read_features(root: Path) -> TreeFeatures:
         tuned_dense_fp8=_tuned(root),
         state_by_token="c128_state_ratio = self."
         in _text(root, "sglang/srt/model_executor/pool_configurator.py"),
+        speculative_algorithms=_algorithms(_text(root, "sglang/srt/speculative/spec_info.py")),
         engram_over_ranks="def shard_range" in _text(root, "sglang/srt/layers/engram.py"),
     )
+
+
+def _algorithms(text: str) -> tuple[str, ...]:
+    members = text.partition("class SpeculativeAlgorithm(")[2].partition("    def ")[0]
+    names = re.findall(r"^    ([A-Z][A-Z0-9_]*) = auto\(\)$", members, re.MULTILINE)
+    return tuple(name for name in names if name != "NONE")
 
 
 def _text(root: Path, name: str) -> str:

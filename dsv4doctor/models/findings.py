@@ -100,6 +100,8 @@ class TreeFeatures:
     """The GPUs, as SGLang writes their names, with tuned tables for dense block FP8 on Triton."""
     state_by_token: bool = False
     """The KV pool pays the compressor's state of ratio 128 by the token, not by the request."""
+    speculative_algorithms: tuple[str, ...] = ()
+    """SGLang's own, as --speculative-algorithm takes them; empty: not known."""
     engram_over_ranks: bool = False
     """Engram tables are sharded over the ranks."""
 
