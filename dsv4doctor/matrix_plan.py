@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -133,12 +134,21 @@ def _target(asked: Asked, listed: tuple[Arch, ...] | None, download: Download | 
         flags=asked.flags,
         launch=Path(asked.launch) if asked.launch else None,
         snapshot=Path(asked.snapshot) if asked.snapshot else None,
-        sglang=names[0] if names else None,
+        sglang=_first_there(names, asked.python, download),
         python=asked.python,
         arch=listed[0].name if listed else "auto",
         env=asked.env,
     )
     return resolve(options, download)
+
+
+def _first_there(names: Sequence[str], python: str | None, download: Download | None) -> str | None:
+    """The first release that can be had; where none can, the first, which says why."""
+    for name in names:
+        with contextlib.suppress(UndeterminedError, UsageError):
+            resolve_tree(Options(sglang=name, python=python), download)
+            return name
+    return names[0] if names else None
 
 
 def _takes_installed(asked: Asked) -> bool:
@@ -192,7 +202,7 @@ def _releases(
     known: tuple[SglangTree, ...],
     download: Download | None,
 ) -> tuple[Release, ...]:
-    """The trees to trace; one that cannot be fetched is there with the reason.
+    """The trees to trace; one of several that cannot be had is there with the reason.
 
     `own` is the interpreter's.  Without a list: that one and `known`, and those in the cache.
     """
@@ -208,13 +218,17 @@ def _releases(
             "give the serving environment's with --python",
         )
     found: list[Release] = []
+    wrong: UsageError | None = None
     for name in names:
         try:
             tree = trees.get(name) or resolve_tree(Options(sglang=name), download)
             taken = any(release.name == tree.version for release in found)
             found.append(Release(name if taken else tree.version, tree))
-        except UndeterminedError as error:
+        except (UndeterminedError, UsageError) as error:
+            wrong = error if wrong is None and isinstance(error, UsageError) else wrong
             found.append(Release(name, None, error))
+    if wrong is not None and all(release.tree is None for release in found):
+        raise wrong
     return tuple(found)
 
 

@@ -294,6 +294,12 @@ def test_console_shows_verdicts_reasons_and_the_command(matrix: Matrix) -> None:
     assert "\x1b" not in text
     narrow = report.as_console(matrix, _advice(matrix), Style(60)).splitlines()
     launches = [line for line in narrow if "launch_server" in line]
+    head = narrow[: narrow.index("")]
+    assert head[0].startswith("every set")
+    assert " ".join(" ".join(head).split()).count("--tp 4") == 1
+    reasons = [line for line in narrow if re.match(" *fails +\\(", line)]
+    after = narrow[narrow.index(reasons[0]) + 1]
+    assert after.startswith(" " * 11)  # under the reason, not under the verdict
     assert launches  # each is one line, to be pasted
     assert all("--model-path" in line and "--tp" in line for line in launches)
     assert text.count("exists for sm_100 and sm_103 only") == 1  # not once a cell

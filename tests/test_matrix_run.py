@@ -294,6 +294,24 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert len(lines) == 1
 
 
+def test_a_release_of_several_that_does_not_exist(
+    checkpoint: Checkpoints, small_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4DOCTOR_CACHE", str(tmp_path / "cache"))
+    model = checkpoint(_HYBRID, experts=1)
+    both = f"no-release,{small_tree}"
+    script = str(_script(tmp_path, model))
+    for asked in (
+        Asked(models=(str(model),), sglang=both, arch="sm_120"),
+        Asked(launch=script, sglang=both, arch="sm_120"),
+    ):
+        gone, there = make_plan(asked).releases
+        assert (gone.name, gone.tree, there.name) == ("no-release", None, "9.9.9")
+        assert "no-release" in str(gone.problem)
+    with pytest.raises(UsageError, match="no-release"):
+        make_plan(Asked(models=(str(model),), sglang="no-release,other", arch="sm_120"))
+
+
 # ------------------------------------------------------------------------- a launch there is
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -255,9 +256,7 @@ def _escaped(text: str) -> str:
 
 def as_console(matrix: Matrix, advice: Sequence[Advice], style: Style) -> str:
     """Tables, the reasons behind them, and the advice."""
-    parts: list[Any] = []
-    for one in matrix.flag_sets:
-        parts.append(Text(f"{one.name}: {shlex.join(one.flags) or 'no flags'}", style="cyan"))
+    parts: list[Any] = [_legend(matrix.flag_sets)]
     for checkpoint in matrix.checkpoints:
         parts += [Text(""), Text(checkpoint, style="bold"), _table(matrix, checkpoint)]
         parts += _reasons(matrix, checkpoint, style.verbose)
@@ -296,7 +295,48 @@ def _cell_text(cell: Cell | None) -> Text:
     return text
 
 
-def _reasons(matrix: Matrix, checkpoint: str, verbose: bool) -> Iterator[Text]:
+def _legend(flag_sets: Sequence[FlagSet]) -> Table:
+    """The flags of each set; what all of them have is said once."""
+    parted = [_parted(one.flags) for one in flag_sets]
+    shared = [
+        part for part in (parted[0] if parted else []) if all(part in other for other in parted)
+    ]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", overflow="fold")
+    grid.add_column(style="cyan", overflow="fold", ratio=1)
+    if len(flag_sets) > 1 and shared:
+        grid.add_row("every set", _words_of(shared))
+    for one, parts in zip(flag_sets, parted, strict=True):
+        own = parts if len(flag_sets) == 1 else [part for part in parts if part not in shared]
+        grid.add_row(one.name, _words_of(own) or ("no flags" if not parts else "nothing more"))
+    return grid
+
+
+def _parted(flags: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each flag with its values."""
+    found: list[tuple[str, ...]] = []
+    for word in flags:
+        if word.startswith("--") or not found:
+            found.append((word,))
+        else:
+            found[-1] = (*found[-1], word)
+    return found
+
+
+def _words_of(parts: Sequence[tuple[str, ...]]) -> str:
+    return shlex.join(word for part in parts for word in part)
+
+
+def _hanging(label: Text, text: Text) -> Padding:
+    """A label, and text that wraps under itself."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True, min_width=8)
+    grid.add_column(overflow="fold", ratio=1)
+    grid.add_row(label, text)
+    return Padding(grid, (0, 0, 0, 2))
+
+
+def _reasons(matrix: Matrix, checkpoint: str, verbose: bool) -> Iterator[Text | Padding]:
     """Why, each reason once; without `verbose` not of what runs, and without the evidence."""
     found: dict[tuple[Verdict, str], list[str]] = {}
     for cell in matrix.cells:
@@ -309,10 +349,8 @@ def _reasons(matrix: Matrix, checkpoint: str, verbose: bool) -> Iterator[Text]:
     for (verdict, reason), where in listed if verbose else listed[:_MOST_REASONS]:
         places = list(dict.fromkeys(where))
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
-        text = Text("  ")
-        text.append(verdict.value, style=_STYLES[verdict])
-        text.append(f" ({', '.join(places[:2])}{more}): {reason}")
-        yield text
+        where_text = Text(f"({', '.join(places[:2])}{more}): {reason}")
+        yield _hanging(Text(verdict.value, style=_STYLES[verdict]), where_text)
     if len(listed) > _MOST_REASONS and not verbose:
         yield Text(f"  and {len(listed) - _MOST_REASONS} more reasons: --verbose")
 
