@@ -183,15 +183,18 @@ def _hint(diagnosis: Diagnosis, options: dict[str, Any]) -> str:
 
 
 @click.command("explain")
-@click.argument("name", metavar="RULE|SIGNATURE", required=False)
-@click.option("--list", "show_list", is_flag=True, help="Every rule and signature, one a line.")
+@click.argument("name", metavar="RULE|SIGNATURE|FIX", required=False)
+@click.option(
+    "--list", "show_list", is_flag=True, help="Every rule, signature and fix, one a line."
+)
 def explain_command(name: str | None, show_list: bool) -> None:
-    """The long form of a rule or log signature: cause, releases, evidence, links, fix.
+    """The long form of a rule, log signature or fix: cause, releases, evidence, links.
 
     \b
     Examples:
       dsv4doctor explain DSV102
       dsv4doctor explain LOG401
+      dsv4doctor explain FIX101
       dsv4doctor explain --list
     """
     from dsv4doctor.explain import explain, listing
@@ -199,6 +202,6 @@ def explain_command(name: str | None, show_list: bool) -> None:
     if show_list:
         deliver(listing(), None)
     elif name is None:
-        raise UsageError("explain: no rule or signature given", "`dsv4doctor explain --list`")
+        raise UsageError("explain: no rule, signature or fix given", "`dsv4doctor explain --list`")
     else:
-        deliver(explain(name), None)
+        deliver(explain(name, width(sys.stdout.isatty())), None)

@@ -1,4 +1,4 @@
-"""The long form of a rule or of a log signature: cause, releases, evidence, links, fix."""
+"""The long form of a rule, a log signature or a fix: cause, releases, evidence, links, fix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import resources
 from types import ModuleType
@@ -13,6 +14,8 @@ from typing import Any
 
 from dsv4doctor.diagnose.signature import Signature, signatures
 from dsv4doctor.errors import UsageError
+from dsv4doctor.fixes import ALL
+from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Finding
 from dsv4doctor.rules import MODULES
 
@@ -23,15 +26,40 @@ else:
 
 
 def listing() -> str:
-    """Every rule and signature, one a line."""
+    """Every rule, signature and fix, one a line."""
     rows = [(module.RULE.id, module.RULE.severity.value, module.RULE.title) for module in MODULES]
     rows += [(entry.id, entry.severity.value, entry.title) for entry in signatures()]
+    rows += [(fix.id, "fix", fix.title) for fix in ALL]
     wide = max(len(row[0]) for row in rows)
     return "".join(f"{name:<{wide}}  {severity:<7}  {title}\n" for name, severity, title in rows)
 
 
-def explain(name: str) -> str:
-    """The text for a rule's or signature's id, whatever its case; UsageError for another one."""
+def explain(name: str, columns: int = 100) -> str:
+    """The text for the id of a rule, signature or fix, whatever its case, on `columns`.
+
+    UsageError for another one."""
+    return wrapped(_explained(name), columns)
+
+
+def wrapped(text: str, columns: int) -> str:
+    """`text` with its lines cut to `columns`; a word that is longer, and a command, stay whole."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        start = line[: len(line) - len(line.lstrip())]
+        if len(line) <= columns or line.lstrip().startswith("$ "):
+            lines.append(line)
+            continue
+        lines += textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=start,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _explained(name: str) -> str:
     wanted = name.strip().upper()
     for module in MODULES:
         if module.RULE.id.upper() == wanted:
@@ -39,10 +67,14 @@ def explain(name: str) -> str:
     for signature in signatures():
         if signature.id.upper() == wanted:
             return _signature(signature)
+    for fix in ALL:
+        if fix.id == wanted:
+            return _fix(fix)
     known = [module.RULE.id for module in MODULES] + [entry.id for entry in signatures()]
+    known += [fix.id for fix in ALL]
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4) or known[:3]
     raise UsageError(
-        f'"{name[:60]}": no such rule or signature',
+        f'"{name[:60]}": no such rule, signature or fix',
         f"closest: {', '.join(near)}; `dsv4doctor explain --list` shows all",
     )
 
@@ -50,7 +82,7 @@ def explain(name: str) -> str:
 def _rule(module: ModuleType) -> str:
     rule = module.RULE
     known = _background().get(rule.id, {})
-    parts = [f"{rule.id}  {rule.title} ({rule.severity.value})", "", (module.__doc__ or "").strip()]
+    parts = [f"{rule.id}  {rule.title} ({rule.severity.value})", "", _flowing(module.__doc__)]
     findings = _findings(module)
     consequences = dict.fromkeys(" ".join(found.consequence.split()) for found in findings)
     parts += ["", "What happens, e.g.:", *(f"  {text}" for text in [*consequences][:2])]
@@ -67,6 +99,25 @@ def _rule(module: ModuleType) -> str:
     if links:
         parts += ["", "See also:", *(f"  {link}" for link in dict.fromkeys(links))]
     return "\n".join(parts) + "\n"
+
+
+def _fix(fix: Fix) -> str:
+    doc = sys.modules[fix.plan.__module__].__doc__
+    parts = [f"{fix.id}  {fix.title} (fix)", "", _flowing(doc), "", "Reads or changes:"]
+    parts += [f"  {file}" for file in fix.files]
+    parts += ["", f"Verified by: {fix.verified_by}", "", "See whether a launch needs it, and how:"]
+    parts += [f"  $ dsv4doctor fix --only {fix.id} --launch serve.sh", "", "See also:"]
+    parts += [f"  dsv4doctor explain {rule}" for rule in fix.rules]
+    return "\n".join(parts) + "\n"
+
+
+def _flowing(doc: str | None) -> str:
+    """A docstring with each paragraph on one line; lists and what is indented stay as they are."""
+    paragraphs = (doc or "").strip().split("\n\n")
+    return "\n\n".join(
+        text if re.search(r"^(\s|[*-] )", text, re.MULTILINE) else " ".join(text.split())
+        for text in paragraphs
+    )
 
 
 @functools.cache
@@ -92,8 +143,11 @@ def _remedies(findings: Sequence[Finding]) -> list[str]:
 
 
 def _related(rule: str) -> list[str]:
-    """How a crash log shows what `rule` finds before a start."""
-    return [
+    """The patches for what `rule` finds, and how a crash log shows it."""
+    patches = [
+        f"dsv4doctor explain {fix.id} (a patch: {fix.title})" for fix in ALL if rule in fix.rules
+    ]
+    return patches + [
         f"dsv4doctor explain {signature.id} (in a log: {signature.title})"
         for signature in signatures()
         if rule in signature.rules

@@ -302,3 +302,12 @@ def _mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
         else:
             data[at:at] = data[at : at + 30] * draw.randrange(1, 50)
     return bytes(data)
+
+
+def test_a_gz_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    for content in (gzip.compress(f"{_NVCC}\n".encode()), f"{_NVCC}\n".encode()):
+        log.write_bytes(content)
+        with log.open() as piped:
+            monkeypatch.setattr("sys.stdin", piped)
+            assert ids(diagnose("-")) == ["LOG403"]

@@ -12,6 +12,7 @@ from dsv4doctor.cli import run
 from dsv4doctor.diagnose.signature import signatures
 from dsv4doctor.errors import UsageError
 from dsv4doctor.explain import explain, listing
+from dsv4doctor.fixes import ALL
 from dsv4doctor.rules import MODULES
 
 if sys.version_info >= (3, 11):
@@ -21,9 +22,10 @@ else:
 
 _RULES = [module.RULE.id for module in MODULES]
 _SIGNATURES = [entry.id for entry in signatures()]
+_FIXES = [fix.id for fix in ALL]
 
 
-@pytest.mark.parametrize("name", [*_RULES, *_SIGNATURES])
+@pytest.mark.parametrize("name", [*_RULES, *_SIGNATURES, *_FIXES])
 def test_every_id_has_a_long_form(name: str) -> None:
     text = explain(name.lower())
     assert text.startswith(f"{name}  ")
@@ -75,12 +77,12 @@ def test_a_rule_s_own_text_is_for_its_readers(module: ModuleType) -> None:
 
 def test_listing_holds_everything_once() -> None:
     first_words = [line.split()[0] for line in listing().splitlines()]
-    assert first_words == [*_RULES, *_SIGNATURES]
+    assert first_words == [*_RULES, *_SIGNATURES, *_FIXES]
 
 
 @pytest.mark.parametrize("name", ["LOG40", "DSV-102", "nonsense", "", "x" * 5000, "LOG\x1b[1m"])
 def test_unknown_name(name: str) -> None:
-    with pytest.raises(UsageError, match="no such rule or signature") as raised:
+    with pytest.raises(UsageError, match="no such rule, signature or fix") as raised:
         explain(name)
     assert "closest: " in str(raised.value.hint)
     assert len(raised.value.message) < 200
@@ -100,3 +102,19 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "LOG401" in capsys.readouterr().out
     assert run(["explain"]) == 2
     assert "--list" in capsys.readouterr().err
+
+
+def test_a_rule_and_its_patch_name_each_other() -> None:
+    assert "explain FIX104" in explain("DSV204")
+    text = explain("FIX104")
+    assert "explain DSV204" in text
+    assert "$ dsv4doctor fix --only FIX104 --launch serve.sh" in text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("name", ["DSV204", "FIX101"])
+def test_the_text_fits_the_terminal(name: str, columns: int) -> None:
+    lines = explain(name, columns).splitlines()
+    longest = max(len(line) for line in lines if not line.lstrip().startswith("$ "))
+    assert min(columns, 100) * 0.8 < longest <= max(columns, 72)
+    assert explain(name, columns).split() == explain(name, 9999).split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ class Source:
         self._progress = progress
         self._raw, self._size = _opened(name)
         self._stream: BinaryIO | gzip.GzipFile = self._raw
-        if name.endswith((".gz", ".gzip")):
+        if name.endswith((".gz", ".gzip")) or (name == "-" and _is_gz(self._raw)):
             self._stream = gzip.GzipFile(fileobj=self._raw)
 
     def __enter__(self) -> Source:
@@ -85,6 +86,10 @@ class Source:
             raise UsageError(
                 f"{self.name}: cannot be read ({reason})", "give a text log, or a .gz of one"
             ) from error
+
+
+def _is_gz(stream: BinaryIO) -> bool:
+    return isinstance(stream, io.BufferedReader) and stream.peek(2)[:2] == b"\x1f\x8b"
 
 
 def _opened(name: str) -> tuple[BinaryIO, int | None]:
