@@ -11,6 +11,8 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -97,30 +99,55 @@ def compile_all(
     "withheld" entry.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_start_worker) as pool:
-        listed = {
-            pool.submit(_list_cases, source, arch): (source, arch)
-            for source in sources
-            for arch in archs
-        }
-        jobs: list[tuple[str, str, int]] = []
-        settled: list[Compiled] = []
-        for future in listed:
-            source, arch = listed[future]
-            count = future.result()
-            if isinstance(count, Compiled):
-                settled.append(count)
-            else:
-                jobs.extend((source, arch, index) for index in range(count))
-        yield len(jobs) + len(settled)
-        yield from settled
-        for done in as_completed([pool.submit(_compile_one, *job) for job in jobs]):
-            yield done.result()
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker)
+    try:
+        yield from _compiled(pool, sources, archs)
+    except BaseException:  # interrupted: what compiles now may take minutes more
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compiled(
+    pool: ProcessPoolExecutor, sources: Sequence[str], archs: Sequence[str]
+) -> Iterator[Compiled | int]:
+    listed = {
+        pool.submit(_list_cases, source, arch): (source, arch)
+        for source in sources
+        for arch in archs
+    }
+    jobs: list[tuple[str, str, int]] = []
+    settled: list[Compiled] = []
+    for future in listed:
+        source, arch = listed[future]
+        count = future.result()
+        if isinstance(count, Compiled):
+            settled.append(count)
+        else:
+            jobs.extend((source, arch, index) for index in range(count))
+    yield len(jobs) + len(settled)
+    yield from settled
+    for done in as_completed([pool.submit(_compile_one, *job) for job in jobs]):
+        yield done.result()
 
 
 def _start_worker() -> None:
-    """Triton decides on import whether to interpret; this process has to compile."""
+    """Triton decides on import whether to interpret; this process has to compile.
+
+    An interrupt is the parent's to answer, and without a parent there is nobody to compile for.
+    """
     os.environ.pop("TRITON_INTERPRET", None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _list_cases(source: str, arch: str) -> int | Compiled:

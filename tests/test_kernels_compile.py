@@ -1,6 +1,10 @@
 """Every configuration of every kernel fits the GPUs that it is offered on."""
 
+import signal
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +154,38 @@ def test_what_is_no_cubin(data: bytes) -> None:
 def test_a_disassembler_that_is_not_there() -> None:
     with pytest.raises(CubinError, match="no-such-program"):
         instructions(elf(), "/no-such-program")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_is_interrupted_leaves_no_compiler_behind(number: signal.Signals) -> None:
+    program = (
+        "import multiprocessing, signal\n"
+        "from dsv4doctor.kernels import catalog, compile\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    results = compile.compile_all(catalog.select(()), ['sm_120'], 2)\n"
+        "    next(results)\n"
+        "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+        "    list(results)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    children = [int(word) for word in process.stdout.readline().split()]
+    assert len(children) == 2
+    time.sleep(1)
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(_runs(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
