@@ -18,6 +18,7 @@ from dsv4doctor.models import Arch, Layer, Role, StoredFormat, Trace, Verdict
 from dsv4doctor.verdicts import drops_clamp, judge, judge_path, known_kernel, raised
 
 _WORST = (Verdict.FAILS, Verdict.UNKNOWN, Verdict.FALLBACK, Verdict.RUNS)
+NO_CLAMP = "wrong output: it runs without the model's SwiGLU clamp"
 WORKING = (Verdict.RUNS, Verdict.FALLBACK)
 
 
@@ -170,7 +171,7 @@ def _of_layer(layer: Layer, name: str, text: str, has_clamp: bool) -> Part:
     verdict, reason = layer.verdict, layer.reason
     if verdict in WORKING and has_clamp and drops_clamp(layer, text):
         verdict = Verdict.FAILS
-        reason = f"wrong output: it runs without the model's SwiGLU clamp (swiglu_limit); {reason}"
+        reason = f"{NO_CLAMP} (swiglu_limit); {reason}"
     known = known_kernel(layer, text)
     at = layer.decided_at
     return Part(

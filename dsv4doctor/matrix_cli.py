@@ -193,6 +193,7 @@ def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
     from packaging.version import InvalidVersion, Version
 
     from dsv4doctor.matrix import left_out, recommend
+    from dsv4doctor.matrix_fix import cautions, patch_for_draft
     from dsv4doctor.report.matrix import Advice
 
     def age(release: Release) -> Version:
@@ -202,18 +203,25 @@ def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
             return Version("0")
 
     newest = [one.name for one in sorted(plan.releases, key=age, reverse=True)]
-    return tuple(
-        Advice(
-            arch,
-            model.name,
-            model.given,
-            recommend(matrix, arch, model.name, newest),
-            plan.given,
-            left_out(matrix, arch, model.name),
-        )
-        for model in plan.models
-        for arch in plan.archs
-    )
+    trees = {one.name: one.tree for one in plan.releases if one.tree is not None}
+    found = []
+    for model in plan.models:
+        for arch in plan.archs:
+            choices = recommend(matrix, arch, model.name, newest)
+            has_draft = bool(choices) and choices[0].cell.draft is not None
+            found.append(
+                Advice(
+                    arch,
+                    model.name,
+                    model.given,
+                    choices,
+                    plan.given,
+                    left_out(matrix, arch, model.name),
+                    cautions(choices, trees),
+                    None if has_draft else patch_for_draft(matrix, arch, model.name, newest, trees),
+                )
+            )
+    return tuple(found)
 
 
 def _rendered(matrix: Matrix, advice: Sequence[Advice], options: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,7 +27,8 @@ from dsv4doctor.matrix import (
     left_out,
     recommend,
 )
-from dsv4doctor.models import ARCHS, SglangError, StoredFormat, Trace, Verdict
+from dsv4doctor.matrix_fix import cautions, patch_for_draft
+from dsv4doctor.models import ARCHS, SglangError, SglangTree, StoredFormat, Trace, Verdict
 from dsv4doctor.report import matrix as report
 from dsv4doctor.report.console import Style
 from dsv4doctor.report.matrix import Advice
@@ -192,6 +194,33 @@ def test_on_sm_120_no_launch_of_the_hybrid_keeps_its_draft(matrix: Matrix) -> No
     )
 
 
+@pytest.mark.wheels
+def test_the_patch_for_a_draft_that_nothing_runs(
+    matrix: Matrix, sglang_tree: Callable[[str], SglangTree]
+) -> None:
+    arch, trees = ARCHS["sm_120"], {name: sglang_tree(name) for name in _NEWEST}
+    found = patch_for_draft(matrix, arch, _CHECKPOINT, _NEWEST, trees)
+    assert found is not None
+    assert (found.cell.key.release, found.fixes) == ("0.5.23", ("FIX101",))
+    assert found.cell.key.flag_set == "flashinfer_cutlass"
+    assert found.command("m", {"A": "x y"}).startswith(
+        "dsv4doctor fix --only FIX101 m --arch sm_120 --sglang 0.5.23 --env 'A=x y' -- --tp 4"
+    )
+    old = patch_for_draft(matrix, arch, _CHECKPOINT, _NEWEST, {"0.5.14": trees["0.5.14"]})
+    assert old is not None
+    # CUTLASS drops the clamp there: never without the fix that passes it on.
+    assert (old.cell.key.flag_set, old.fixes) == ("flashinfer_cutlass", ("FIX101", "FIX103"))
+    assert patch_for_draft(matrix, ARCHS["sm_100"], _CHECKPOINT, _NEWEST, trees) is None
+    choices = recommend(matrix, arch, _CHECKPOINT, _NEWEST)
+    [caution] = cautions(choices, trees)
+    assert "w1_weight_scale_2 must match w3_weight_scale_2" in caution
+    advice = Advice(arch, _CHECKPOINT, "m", choices, cautions=(caution,), patch=found)
+    assert "FIX101" in (advice.caveat or "")
+    assert advice.patch_command is not None
+    for text in (report.as_console(matrix, (advice,), Style(60)), render(matrix, (advice,))):
+        assert advice.patch_command in text
+
+
 def test_nothing_unknown_and_nothing_wrong_is_recommended(matrix: Matrix) -> None:
     for arch in matrix.archs:
         for choice in recommend(matrix, arch, _CHECKPOINT, _NEWEST):
@@ -297,6 +326,8 @@ def test_console_shows_verdicts_reasons_and_the_command(matrix: Matrix) -> None:
     head = narrow[: narrow.index("")]
     assert head[0].startswith("every set")
     assert " ".join(" ".join(head).split()).count("--tp 4") == 1
+    assert " ".join(head).count("--speculative-algorithm") == 1
+    assert re.search(r"^marlin +speculation,", "\n".join(head), re.M)
     reasons = [line for line in narrow if re.match(" *fails +\\(", line)]
     after = narrow[narrow.index(reasons[0]) + 1]
     assert after.startswith(" " * 11)  # under the reason, not under the verdict

@@ -76,6 +76,14 @@ def test_two_releases_on_two_gpus(
     best = {row["arch"]: row["choices"] for row in plain["recommendations"]}
     assert [choice["release"] for choice in best["sm_100"]] == ["0.5.23"]
     assert best["sm_120"] == []
+    patch = {row["arch"]: row["patch"] for row in plain["recommendations"]}
+    assert patch["sm_100"] is None
+    newest = sglang_tree("0.5.23").root
+    assert patch["sm_120"].startswith(
+        f"dsv4doctor fix --only FIX101 {model} --arch sm_120 --sglang "
+    )
+    assert f"--sglang {newest} -- --tp 4 --speculative-algorithm EAGLE" in patch["sm_120"]
+    assert patch["sm_120"].endswith("--moe-runner-backend flashinfer_cutlass")
     assert f"--model-path {model} --tp 4" in best["sm_100"][0]["command"]
     assert "4 cells: SGLang 0.5.14, 0.5.23; sm_100, sm_120" in said.err
 

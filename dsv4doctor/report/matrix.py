@@ -16,6 +16,7 @@ from rich.text import Text
 
 from dsv4doctor import __version__, jsonio
 from dsv4doctor.matrix import TIERS_TEXT, Cell, Choice, FlagSet, Key, Matrix, Part
+from dsv4doctor.matrix_fix import Patch
 from dsv4doctor.models import Arch, Verdict
 from dsv4doctor.report.console import Style, Unwrapped, printed
 
@@ -46,6 +47,10 @@ class Advice:
     """The launch's own variables."""
     left_out: tuple[str, ...] = ()
     """What would run the experts and fails in another hot path."""
+    cautions: tuple[str, ...] = ()
+    """What choices take for granted of the checkpoint."""
+    patch: Patch | None = None
+    """Fixes with which a draft would run."""
 
     def command(self, choice: Choice) -> str:
         """The launch as a shell line."""
@@ -65,7 +70,13 @@ class Advice:
                 f"Left out for a hot path that fails: {'; '.join(self.left_out)}. "
                 "`dsv4doctor check` of that launch names a way out, if there is one."
             )
+        said += self.cautions
+        said += [self.patch.text] if self.patch else []
         return " ".join(said) or None
+
+    @property
+    def patch_command(self) -> str | None:
+        return self.patch.command(self.model, self.environment) if self.patch else None
 
 
 def counted(matrix: Matrix) -> str:
@@ -125,6 +136,7 @@ def _advice(one: Advice) -> dict[str, Any]:
         "arch": one.arch.name,
         "checkpoint": one.checkpoint,
         "caveat": one.caveat,
+        "patch": one.patch_command,
         "choices": [
             {
                 "release": choice.cell.key.release,
@@ -234,6 +246,8 @@ def _advice_markdown(one: Advice) -> Iterator[str]:
     yield f"### What to use on {one.arch.name}: {_escaped(one.checkpoint)}\n"
     if one.caveat:
         yield f"{_escaped(one.caveat)}\n"
+    if one.patch_command:
+        yield f"{_code(one.patch_command)}\n"
     for place, choice in enumerate(one.choices[:_MOST_CHOICES], 1):
         yield f"{place}. SGLang {_escaped(choice.cell.key.release)}: {_escaped(choice.why)}  "
         yield f"   {_code(one.command(choice))}"
@@ -296,20 +310,37 @@ def _cell_text(cell: Cell | None) -> Text:
 
 
 def _legend(flag_sets: Sequence[FlagSet]) -> Table:
-    """The flags of each set; what all of them have is said once."""
+    """The flags of each set; what all of them have, and what all that speculate have, once."""
     parted = [_parted(one.flags) for one in flag_sets]
-    shared = [
-        part for part in (parted[0] if parted else []) if all(part in other for other in parted)
-    ]
+    several = len(parted) > 1
+    shared = _common(parted) if several else []
+    guessing = [parts for parts in parted if any(map(_speculates, parts))]
+    guesses = [part for part in _common(guessing) if _speculates(part) and part not in shared]
+    guesses = guesses if len(guessing) > 1 else []
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="cyan", overflow="fold")
     grid.add_column(style="cyan", overflow="fold", ratio=1)
-    if len(flag_sets) > 1 and shared:
-        grid.add_row("every set", _words_of(shared))
+    for name, parts in (("every set", shared), (_SPECULATION, guesses)):
+        if parts:
+            grid.add_row(name, _words_of(parts))
     for one, parts in zip(flag_sets, parted, strict=True):
-        own = parts if len(flag_sets) == 1 else [part for part in parts if part not in shared]
-        grid.add_row(one.name, _words_of(own) or ("no flags" if not parts else "nothing more"))
+        own = [part for part in parts if part not in shared and part not in guesses]
+        said = [_SPECULATION] if guesses and guesses[0] in parts else []
+        said += [_words_of(own)] if own else []
+        grid.add_row(one.name, ", ".join(said) or ("nothing more" if parts else "no flags"))
     return grid
+
+
+_SPECULATION = "speculation"
+
+
+def _speculates(part: tuple[str, ...]) -> bool:
+    return part[0].startswith("--speculative-") and "moe" not in part[0]
+
+
+def _common(several: Sequence[list[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    first = several[0] if several else []
+    return [part for part in first if all(part in other for other in several)]
 
 
 def _parted(flags: Sequence[str]) -> list[tuple[str, ...]]:
@@ -355,17 +386,20 @@ def _reasons(matrix: Matrix, checkpoint: str, verbose: bool) -> Iterator[Text | 
         yield Text(f"  and {len(listed) - _MOST_REASONS} more reasons: --verbose")
 
 
-def _advice_text(one: Advice) -> Iterator[Text | Unwrapped]:
+def _advice_text(one: Advice) -> Iterator[Text | Padding | Unwrapped]:
     yield Text("")
     yield Text(f"What to use on {one.arch.name}: {one.checkpoint}", style="bold")
     if one.caveat:
-        yield Text(f"  {one.caveat}", style="yellow")
+        yield Padding(Text(one.caveat, style="yellow"), (0, 0, 0, 2))
+    if one.patch_command:
+        yield Unwrapped(f"     {one.patch_command}")
     for place, choice in enumerate(one.choices[:_MOST_CHOICES], 1):
         key = choice.cell.key
-        yield Text(f"  {place}. SGLang {key.release}, {key.flag_set}: {choice.why}")
+        said = Text(f"{place}. SGLang {key.release}, {key.flag_set}: {choice.why}")
+        yield Padding(said, (0, 0, 0, 2))
         yield Unwrapped(f"     {one.command(choice)}")
     left = len(one.choices) - _MOST_CHOICES
     if left > 0:
         yield Text(f"     {left} more work: --format json")
     if one.choices:
-        yield Text(f"  {TIERS_TEXT}")
+        yield Padding(Text(TIERS_TEXT), (0, 0, 0, 2))

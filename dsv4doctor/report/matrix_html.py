@@ -119,6 +119,8 @@ def _part(name: str, part: Part) -> str:
 
 def _advice(one: Advice) -> str:
     caveat = f"<p>{text(one.caveat)}</p>" if one.caveat else ""
+    if one.patch_command:
+        caveat += f"<pre>{text(one.patch_command)}</pre>"
     items = "".join(
         f"<li><b>SGLang {text(choice.cell.key.release)}</b>, {text(choice.cell.key.flag_set)}: "
         f"{text(choice.why)}<pre>{text(one.command(choice))}</pre></li>"
