@@ -6,7 +6,6 @@ import difflib
 import functools
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from importlib import resources
 from types import ModuleType
@@ -18,6 +17,7 @@ from dsv4doctor.fixes import ALL
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Finding
 from dsv4doctor.rules import MODULES
+from dsv4doctor.terminal import wrapped
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,24 +39,6 @@ def explain(name: str, columns: int = 100) -> str:
 
     UsageError for another one."""
     return wrapped(_explained(name), columns)
-
-
-def wrapped(text: str, columns: int) -> str:
-    """`text` with its lines cut to `columns`; a word that is longer, and a command, stay whole."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        start = line[: len(line) - len(line.lstrip())]
-        if len(line) <= columns or line.lstrip().startswith("$ "):
-            lines.append(line)
-            continue
-        lines += textwrap.wrap(
-            line,
-            columns,
-            subsequent_indent=start,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines) + "\n"
 
 
 def _explained(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,7 +10,7 @@ import click
 
 from dsv4doctor.cli_options import FLAGS_KEY, FlagsCommand, debug_option, timeout_option
 from dsv4doctor.outputs import read_by, refuse_inputs
-from dsv4doctor.terminal import Progress, deliver, say
+from dsv4doctor.terminal import Progress, deliver, say, width
 
 if TYPE_CHECKING:
     from dsv4doctor.planning.build import Ask
@@ -24,7 +25,13 @@ _PORT = click.IntRange(1, 65535)
 @click.group("plan")
 def plan_group() -> None:
     """Write launch files for a machine: GPUs by NUMA node, ports, memory, and what this SGLang
-    needs for the model on this GPU, every flag checked by SGLang's own parser."""
+    needs for the model on this GPU, every flag checked by SGLang's own parser.
+
+    \b
+    Examples:
+      dsv4doctor plan single /models/DeepSeek-V4-Flash --out deploy --explain
+      dsv4doctor plan pd --snapshot box.json --kind compose
+    """
 
 
 def _options(function: F) -> F:
@@ -174,6 +181,7 @@ def single_command(ctx: click.Context, /, **options: Any) -> None:
 def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
     if ctx.obj is not None:
         ctx.obj.update(debug=options["debug"])
+    from dataclasses import replace
     from pathlib import Path
 
     from dsv4doctor.errors import UsageError
@@ -210,11 +218,12 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
         planned = build.plan(ask, on)
         render.check_kind(planned, kind)
         proof = prove.prove(planned, on, options["timeout"], progress.phase)
+    shown = render.of_kind(proof.plan, kind)
     written = render.files(proof.plan, kind, Path(target.tree.root), options["image"])
     files.write(out, written, options["force"])
     if options["explain"]:
-        deliver(explained(proof.plan), None)
-    _report(proof, out.as_posix(), list(written))
+        deliver(explained(shown, width(sys.stdout.isatty())), None)
+    _report(replace(proof, plan=shown), out.as_posix(), list(written), options["explain"])
     ctx.exit(proof.exit_code)
 
 
@@ -242,13 +251,15 @@ def _ask(
     )
 
 
-def _report(proof: Proof, out: str, names: list[str]) -> None:
+def _report(proof: Proof, out: str, names: list[str], explained: bool) -> None:
+    """To standard error; notes and patches are in what was `explained`."""
     from dsv4doctor.models import Severity
 
-    for note in proof.plan.notes:
-        say(f"dsv4doctor: note: {note}")
-    for patch in proof.plan.patches:
-        say(f"dsv4doctor: a patch that helps: {patch}; see `dsv4doctor fix`")
+    if not explained:
+        for note in proof.plan.notes:
+            say(f"dsv4doctor: note: {note}")
+        for patch in proof.plan.patches:
+            say(f"dsv4doctor: a patch that helps: {patch}; see `dsv4doctor fix`")
     for finding in proof.findings:
         if finding.severity is Severity.INFO:
             continue

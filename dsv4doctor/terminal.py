@@ -15,6 +15,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import textwrap
 from typing import Any, TextIO
 
 from dsv4doctor.errors import UsageError
@@ -72,6 +73,24 @@ def width(is_terminal: bool) -> int:
         said = os.environ.get("COLUMNS", "")
         columns = int(said) if _COLUMNS.fullmatch(said) else 100
     return min(max(40, columns), 9999)
+
+
+def wrapped(text: str, columns: int) -> str:
+    """`text` with its lines cut to `columns`; a word that is longer, and a command, stay whole."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        start = line[: len(line) - len(line.lstrip())]
+        if len(line) <= columns or line.lstrip().startswith("$ "):
+            lines.append(line)
+            continue
+        lines += textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=start,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines) + "\n"
 
 
 def check_writable(output: str | None, flag: str = "--output") -> None:

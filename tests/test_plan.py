@@ -23,7 +23,7 @@ from dsv4doctor.planning.files import check_folder, write
 from dsv4doctor.planning.layout import Plan, Setting
 from dsv4doctor.planning.ports import Allotment, listening
 from dsv4doctor.planning.release import read_release
-from dsv4doctor.planning.render import KINDS, files, names
+from dsv4doctor.planning.render import KINDS, files, names, of_kind
 from dsv4doctor.planning.settings import parse_extra
 from dsv4doctor.planning.sizing import Load, size
 from dsv4doctor.planning.topology import choose, divide, parse_gpus, sizes_allowed, together
@@ -181,7 +181,7 @@ def test_a_torch_indexer_has_room_in_prefill(flash: Path, tree: SglangTree) -> N
     fraction = float(_flag(server.words, "--mem-fraction-static"))
     assert (chunk, made.problems) == (1024, ())
     assert _TORCH.bytes(chunk, 131072) < 95 * 2**30 * (1 - fraction)
-    assert "of it for the indexer's torch operations" in explained(made)
+    assert "of it for the indexer's torch operations" in explained(made, 9999)
     short = plan(replace(ask, context=8192), on)
     assert int(_flag(short.servers[0].words, "--chunked-prefill-size")) == 8192
 
@@ -269,7 +269,7 @@ def test_every_flag_is_the_releases_own(
 
 
 def test_every_value_has_a_reason(pair: Plan) -> None:
-    text = explained(pair)
+    text = explained(pair, 9999)
     for side in pair.servers:
         for one in (*side.flags, *side.environment):
             assert one.why
@@ -407,7 +407,7 @@ def test_a_name_is_no_way_into_a_file(pair: Plan, tree: SglangTree, tmp_path: Pa
             assert "\x1b" not in text
             if name.endswith(".yaml"):
                 assert all(yaml.safe_load_all(text))
-    assert "\x1b" not in explained(odd)
+    assert "\x1b" not in explained(odd, 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -446,6 +446,30 @@ def test_kubernetes_objects(pair: Plan, tree: SglangTree) -> None:
     assert router[router.index("--host") + 1] == "0.0.0.0"
     assert service["spec"]["ports"][0]["targetPort"] == "http"
     assert all(isinstance(value, str) for value in config["data"].values())
+
+
+def test_one_server_in_a_pod_is_told_as_it_is(pair: Plan, tree: SglangTree) -> None:
+    """Nothing in the manifest binds, and clients reach it: so its comments say."""
+    server = replace(pair.servers[0], bind=True)
+    numactl = "numactl has to be installed where the servers start"
+    assert numactl in pair.notes
+    single = replace(pair, servers=(server,), router=None)
+    text = files(single, "k8s", Path(tree.root), None)["dsv4.yaml"]
+    assert "--host 0.0.0.0: inside the pod" in text
+    assert "--host 127.0.0.1" not in text
+    assert "numactl" not in text
+    for kind in ("k8s", "systemd"):
+        shown = of_kind(single, kind)
+        assert numactl not in shown.notes
+    assert "numactl" not in explained(of_kind(single, "k8s"), 100)
+    assert numactl in of_kind(single, "scripts").notes
+
+
+def test_what_is_explained_fits_the_terminal(pair: Plan) -> None:
+    narrow = explained(pair, 60)
+    long = [line for line in narrow.splitlines() if len(line) > 60]
+    assert all(len(line.split()) <= 2 for line in long)
+    assert narrow.split() == explained(pair, 9999).split()
 
 
 def test_systemd_units(pair: Plan, tree: SglangTree, tmp_path: Path) -> None:

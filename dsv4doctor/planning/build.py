@@ -15,7 +15,7 @@ from dsv4doctor.facts.files import shown
 from dsv4doctor.memory import TorchIndexer
 from dsv4doctor.models import Gpu, GpuFacts, TreeFeatures
 from dsv4doctor.planning import settings, topology
-from dsv4doctor.planning.layout import Part, Plan, Ports, Server, Setting
+from dsv4doctor.planning.layout import NUMACTL, Part, Plan, Ports, Server, Setting
 from dsv4doctor.planning.ports import Allotment
 from dsv4doctor.planning.release import Release, read_release
 from dsv4doctor.planning.settings import Wanted
@@ -246,7 +246,7 @@ def _notes(ask: Ask, on: Ground, servers: Sequence[Server]) -> list[str]:
     if ask.pair and len({server.nodes for server in servers}) == 1 and servers[0].nodes:
         found.append("all GPUs are on one NUMA node: both sides share its CPUs and memory")
     if any(server.bind for server in servers):
-        found.append("numactl has to be installed where the servers start")
+        found.append(NUMACTL)
     if on.features.indexer_replaced and on.target.arch.is_sm12x:
         found.append(
             "the memory is planned for dsv4doctor's indexer (FIX104): `dsv4doctor kernels verify "

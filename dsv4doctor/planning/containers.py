@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsv4doctor.errors import UsageError
-from dsv4doctor.planning.layout import Plan, Server, Setting
+from dsv4doctor.planning.layout import Plan, Server, Setting, without_numactl
 from dsv4doctor.planning.scripts import ENV_FILE, binding, env_file, head, reasons
 from dsv4doctor.planning.yaml_text import yaml_text
 
@@ -87,7 +87,7 @@ def _escaped(text: str) -> str:
 
 
 def kubernetes(plan: Plan, image: str) -> dict[str, str]:
-    """File name -> text.
+    """File name -> text; `plan` is one `in_pod`.
 
     One pod: the sides talk over its loopback.  The kubelet gives each container GPUs of its own;
     with the Topology Manager's policy single-numa-node and scope container they are those of one
@@ -108,6 +108,26 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
     return {"dsv4.yaml": "\n".join([*_comments(plan), *_KUBELET, text])}
 
 
+def in_pod(plan: Plan) -> Plan:
+    """`plan` as a pod has it: what the Service reaches listens everywhere, the kubelet binds."""
+    servers = tuple(
+        replace(
+            server,
+            bind=False,
+            environment=(),
+            flags=server.flags if plan.is_pair else _listening(server.flags),
+        )
+        for server in plan.servers
+    )
+    router = plan.router and replace(plan.router, flags=_listening(plan.router.flags))
+    return replace(without_numactl(plan), servers=servers, router=router)
+
+
+def _listening(flags: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    everywhere = Setting("--host", ("0.0.0.0",), "inside the pod; clients reach the Service")
+    return tuple(everywhere if flag.name == "--host" else flag for flag in flags)
+
+
 _NAME = "dsv4"
 _LABELS = {"app": _NAME}
 
@@ -120,7 +140,7 @@ def _deployment(plan: Plan, seen: Plan, image: str) -> dict[str, Any]:
             {
                 "name": "router",
                 "image": image,
-                "command": _literal(_router_words(plan, "0.0.0.0")),
+                "command": _literal(_router_words(seen)),
                 "ports": [{"name": "http", "containerPort": plan.router.port}],
             }
         )
@@ -157,9 +177,7 @@ def _container(plan: Plan, server: Server, image: str) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": server.part.value,
         "image": image,
-        "command": _literal(
-            _words(plan, server, bound=False, host=None if plan.is_pair else "0.0.0.0")
-        ),
+        "command": _literal(_words(plan, server)),
         "envFrom": [{"configMapRef": {"name": f"{_NAME}-env"}}],
         "resources": {"limits": {"nvidia.com/gpu": count}},
         "volumeMounts": mounts,
@@ -177,22 +195,17 @@ def _container(plan: Plan, server: Server, image: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ commands
 
 
-def _words(plan: Plan, server: Server, bound: bool = True, host: str | None = None) -> list[str]:
+def _words(plan: Plan, server: Server) -> list[str]:
     """The server's command; the container has the GPUs that it is given and no others."""
     model = _INSIDE if _is_folder(plan) else plan.model
-    words = [*(binding(server) if bound else ()), "python3", "-m", "sglang.launch_server"]
-    words += ["--model-path", model]
-    for flag in server.flags:
-        words += (flag.name, host) if host and flag.name == "--host" else flag.words
-    return words
+    words = [*binding(server), "python3", "-m", "sglang.launch_server"]
+    return [*words, "--model-path", model, *server.words]
 
 
-def _router_words(plan: Plan, host: str | None = None) -> list[str]:
+def _router_words(plan: Plan) -> list[str]:
     assert plan.router is not None
     words = ["python3", "-m", "sglang_router.launch_router"]
-    for flag in plan.router.flags:
-        words += (flag.name, host) if host and flag.name == "--host" else flag.words
-    return words
+    return [*words, *(word for flag in plan.router.flags for word in flag.words)]
 
 
 def _is_folder(plan: Plan) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from dsv4doctor.planning.layout import Plan, Server, Setting
 from dsv4doctor.planning.scripts import binding
-from dsv4doctor.terminal import harmless
+from dsv4doctor.terminal import harmless, wrapped
 
 
-def explained(plan: Plan) -> str:
-    """For people in a terminal."""
+def explained(plan: Plan, columns: int) -> str:
+    """For people in a terminal of `columns`."""
     lines = [f"{plan.model_name} on SGLang {plan.release} for {plan.arch.name}", ""]
     for server in plan.servers:
         lines += [_title(server), *_values(server.environment)]
@@ -24,7 +24,7 @@ def explained(plan: Plan) -> str:
     for title, texts in (("noted", plan.notes), patches, ("not sound", plan.problems)):
         if texts:
             lines += ["", title, *(f"  {text}" for text in texts)]
-    return harmless("\n".join(lines)) + "\n"
+    return wrapped(harmless("\n".join(lines)), columns)
 
 
 def _title(server: Server) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsv4doctor.models import Arch, Gpu
@@ -110,3 +110,10 @@ class Plan:
 
 INSIDE = "127.0.0.1"
 """Where servers listen that only the router talks to."""
+NUMACTL = "numactl has to be installed where the servers start"
+"""The note of a plan that binds its servers."""
+
+
+def without_numactl(plan: Plan) -> Plan:
+    """`plan` for files that bind by other means."""
+    return replace(plan, notes=tuple(note for note in plan.notes if note != NUMACTL))

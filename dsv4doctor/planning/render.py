@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dsv4doctor.monitoring.files import GRAFANA, PROMETHEUS, grafana, prometheus
 from dsv4doctor.monitoring.metrics import read_metrics
-from dsv4doctor.planning.containers import compose, image_of, kubernetes
-from dsv4doctor.planning.layout import INSIDE, Plan
+from dsv4doctor.planning.containers import compose, image_of, in_pod, kubernetes
+from dsv4doctor.planning.layout import INSIDE, Plan, without_numactl
 from dsv4doctor.planning.scripts import ENV_FILE, scripts
 from dsv4doctor.planning.systemd import units
 
@@ -17,6 +17,7 @@ KINDS = ("scripts", "systemd", "compose", "k8s")
 def files(plan: Plan, kind: str, root: Path, image: str | None) -> dict[str, str]:
     """File name -> text; `root` holds the plan's SGLang, whose metrics are read."""
     image = image or image_of(plan.release)
+    plan = of_kind(plan, kind)
     if kind == "systemd":
         found = units(plan)
     elif kind == "compose":
@@ -30,6 +31,13 @@ def files(plan: Plan, kind: str, root: Path, image: str | None) -> dict[str, str
         PROMETHEUS: prometheus(_endpoints(plan)),
         GRAFANA: grafana(read_metrics(root), f"SGLang, {plan.model_name}"),
     }
+
+
+def of_kind(plan: Plan, kind: str) -> Plan:
+    """`plan` as files of that kind carry it out."""
+    if kind == "k8s":
+        return in_pod(plan)
+    return without_numactl(plan) if kind == "systemd" else plan
 
 
 def check_kind(plan: Plan, kind: str) -> None:
