@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,14 @@ _output = click.option(
 
 @click.group("kernels")
 def kernels_group() -> None:
-    """The Triton kernels that stand in where SGLang has none for this GPU."""
+    """The Triton kernels that stand in where SGLang has none for this GPU.
+
+    \b
+    Examples:
+      dsv4doctor kernels list
+      dsv4doctor kernels compile --arch sm_120
+      dsv4doctor kernels verify
+    """
 
 
 # ------------------------------------------------------------------------------ list
@@ -57,7 +65,13 @@ def kernels_group() -> None:
 @_format
 @_output
 def list_command(style: str, output: Path | None) -> None:
-    """Which kernels there are, what each replaces, and where it is offered."""
+    """Which kernels there are, what each replaces, and where it is offered.
+
+    \b
+    Examples:
+      dsv4doctor kernels list
+      dsv4doctor kernels list --format json
+    """
     from dsv4doctor.kernels import catalog
 
     metas = [catalog.meta(name) for name in catalog.select(())]
@@ -96,6 +110,11 @@ def compile_command(
 
     Exit code 1 when one spills registers, needs more shared memory than a block can have, or
     does not compile.
+
+    \b
+    Examples:
+      dsv4doctor kernels compile
+      dsv4doctor kernels compile --arch sm_120,sm_121 --only moe_nvfp4 -j 8
     """
     from dsv4doctor.kernels import catalog, compile
 
@@ -168,6 +187,11 @@ def verify_command(
 
     Exit code 1 when a check fails (that kernel's stamp is removed), 3 without a GPU, or with one
     that none of the kernels is for.
+
+    \b
+    Examples:
+      dsv4doctor kernels verify
+      dsv4doctor kernels verify --only indexer_logits --device cuda:1
     """
     from dsv4doctor.kernels import catalog, registry, stamps, verify
 
@@ -258,6 +282,11 @@ def bench_command(
     """Time every kernel against upstream's and against this GPU's floor, in one run.
 
     Exit code 1 when one of ours could not be timed, 3 without a GPU.
+
+    \b
+    Examples:
+      dsv4doctor kernels bench --output bench.json
+      dsv4doctor kernels bench --only moe_mxfp4 --sglang /opt/sglang --plot bench.svg
     """
     from dsv4doctor.kernels import bench, catalog, registry, stamps, upstream
 
@@ -342,19 +371,42 @@ def _write(text: str, output: Path | None) -> None:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table; without a terminal as wide as COLUMNS says, or 200."""
+    """A plain table, or where no word of it would stay whole, a block a row.
+
+    Without a terminal as wide as COLUMNS says, or 200."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in head:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
     is_terminal = sys.stdout.isatty()
     columns = width(is_terminal) if is_terminal or "COLUMNS" in os.environ else 200
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    needed = 0
+    for title, cells in zip(head, zip(*rows, strict=True), strict=False):
+        prose = any(" " in line for cell in cells for line in cell.splitlines())
+        table.add_column(title, no_wrap=not prose)
+        words = [word for text in (title, *cells) for word in text.split()]
+        needed += max(map(len, words), default=0) + 2
+    if needed > columns:
+        return "\n".join(_block(head, row, columns) for row in rows)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     console = Console(file=sys.stdout, width=columns)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _block(head: Sequence[str], row: Sequence[str], columns: int) -> str:
+    """One row, a cell below the other; no word is broken, however narrow the terminal."""
+    wide = max(map(len, head)) + 2
+    lines = [row[0]]
+    for title, cell in zip(head[1:], row[1:], strict=True):
+        for line in cell.splitlines():
+            pieces = textwrap.wrap(
+                line, max(columns - wide - 2, 20), break_long_words=False, break_on_hyphens=False
+            )
+            for piece in pieces:
+                lines.append(f"  {title:<{wide}}{piece}")
+                title = ""
+    return "\n".join(lines)

@@ -76,7 +76,17 @@ def _one_line(text: str) -> str:
 # ------------------------------------------------------------------------------ what works
 
 
-@pytest.mark.parametrize("arguments", [("-h",), ("check", "-h"), ("trace-moe", "--help")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-h",),
+        ("check", "-h"),
+        ("trace-moe", "--help"),
+        ("plan", "-h"),
+        ("kernels", "--help"),
+        *(("kernels", name, "--help") for name in ("list", "compile", "verify", "bench")),
+    ],
+)
 def test_help_has_examples(
     in_process: Callable[..., int], arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +138,7 @@ def test_story_from_a_script(
     assert "triton were not" in " ".join(out.split())
     assert "\x1b" not in out
     assert "sk-1" not in out + err
-    assert re.fullmatch(r"dsv4doctor: 1 error, 3 warnings, 1 info in [\d.]+ s\n", err)
+    assert re.fullmatch(r"dsv4doctor: 2 errors, 2 warnings, 1 info in [\d.]+ s\n", err)
 
     output = tmp_path / "report.json"
     process = _start(environment, "check", *common, "--format", "json", "-o", output)

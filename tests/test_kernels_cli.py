@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from dsv4doctor.cli import run
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.kernels import bench, catalog, registry, stamps, verify
 from dsv4doctor.kernels_cli import kernels_group
@@ -168,3 +169,14 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     error = invoke("bench", "--plot", "out.png").exception
     assert isinstance(error, UsageError)
     assert "dsv4doctor[bench]" in str(error.hint)
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120", "200"])
+def test_no_path_or_number_is_broken(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run(["kernels", "list"]) == 0
+    words = capsys.readouterr().out.split()
+    for meta in map(catalog.meta, catalog.select(())):
+        assert {meta.name, *meta.replaces, f"{meta.error_bar:g}"} <= set(words)

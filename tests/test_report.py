@@ -169,3 +169,10 @@ def test_text_that_looks_like_markup_is_printed_as_it_is() -> None:
 def test_summary() -> None:
     assert console.summary(_report(_story())) == "2 errors, 1 warning"
     assert console.summary(_report(facts("sm_120", [*MAIN_CUTLASS]))) == "no findings"
+
+
+@pytest.mark.parametrize("width", [80, 120, 160, 180, 200, 260])
+def test_no_identifier_of_a_layer_is_broken(width: int) -> None:
+    text = console.render_trace(_report(_story()), width, False, verbose=False, why=False)
+    assert {"Mxfp4FlashinferTrtllmMoEMethod", "flashinfer_trtllm_routed"} <= set(text.split())
+    assert "flags read" in text

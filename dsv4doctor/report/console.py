@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
@@ -38,7 +39,7 @@ from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.terminal import harmless
 
 WIDE = 160
-"""Columns from which the layers are a table; below, a block each."""
+"""Columns from which the layers are a table where it fits; else they are a block each."""
 
 _ABOUT_PAIRS = frozenset(rule.id for rule in PAIR_RULES)
 _VERDICT_STYLES = {
@@ -259,8 +260,8 @@ def _layers(facts: Facts, width: int) -> Iterator[RenderableType]:
     ranges = fold(trace.layers)
     if not ranges:
         yield Text("  none: SGLang built no such layer")
-    elif width >= WIDE:
-        yield Padding(_table(ranges), (0, 0, 0, 2))
+    elif width >= WIDE and _natural_width(table := _table(ranges)) + 2 <= width:
+        yield Padding(table, (0, 0, 0, 2))
         whys = [(one.name, one.layer.reason) for one in ranges if _has_why(one.layer)]
         if whys:
             yield Padding(_pairs([(f"why {name}", reason) for name, reason in whys]), (0, 0, 0, 2))
@@ -275,11 +276,17 @@ def _layers(facts: Facts, width: int) -> Iterator[RenderableType]:
         yield Padding(Text(f"not determined: {text}", style="yellow"), (0, 0, 0, 2))
 
 
+def _natural_width(table: Table) -> int:
+    """The columns that `table` takes with no cell folded."""
+    console = Console(width=9999)
+    return Measurement.get(console, console.options, table).maximum
+
+
 def _table(ranges: tuple[LayerRange, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("layer", "role", "stored", "quant method", "runner"):
         table.add_column(heading, overflow="fold")
-    for heading in ("kernel", "decided at", "flags consulted"):
+    for heading in ("kernel", "decided at", "flags read"):
         table.add_column(heading, overflow="fold")
     table.add_column("verdict", no_wrap=True)
     for layers in ranges:
