@@ -30,6 +30,7 @@ from dsv4doctor.pair import is_pair, paired, sort_scripts
 from dsv4doctor.planning.build import Ask, Ground, plan
 from dsv4doctor.planning.files import write
 from dsv4doctor.planning.render import files
+from dsv4doctor.report import markdown
 from dsv4doctor.report.console import Style, render_run
 from dsv4doctor.router import read_router, reads_as_router
 from dsv4doctor.rules import PAIR_RULES, pd_pair
@@ -360,6 +361,9 @@ def test_what_is_about_both_stands_under_both_names(ground: Ground, folder: Path
     assert "DSV701" in both
     assert "DSV701" not in apart
     assert apart.count("No findings of its own.") == 2
+    apart, heading, both = markdown.render(Run(tuple(named))).partition("## Between")
+    assert both.startswith(" prefill.sh and decode.sh\n")
+    assert ("DSV701" in apart, "DSV701" in both) == (False, True)
 
 
 def test_reports_of_a_pair(ground: Ground, folder: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePath
 
-from dsv4doctor.models import Facts, Finding, Remedy, Report, Severity
+from dsv4doctor.models import Facts, Finding, Gate, Remedy, Report, Run, Severity
+from dsv4doctor.rules import PAIR_RULES
 
+_ABOUT_PAIRS = frozenset(rule.id for rule in PAIR_RULES)
 COMMAND_LINE = "command line"
 """How a launch without a script calls its source."""
 
@@ -20,6 +24,26 @@ def script(facts: Facts, finding: Finding) -> tuple[str, int] | None:
     if launch is None or launch.source == COMMAND_LINE:
         return None
     return launch.source, max(1, launch.line or 1)
+
+
+def of_one(report: Report) -> Report:
+    """`report` without what was found about the pair that its launch is half of."""
+    if report.facts.peer is None:
+        return report
+    results = [
+        replace(result, findings=()) if result.rule in _ABOUT_PAIRS else result
+        for result in report.results
+    ]
+    return replace(report, results=tuple(results))
+
+
+def between(run: Run) -> Iterator[tuple[str, Report]]:
+    """The names of a pair's servers, and a report with nothing but what was found about both."""
+    names = " and ".join(str(report.gate.target) for report in run.reports)
+    for report in run.reports:
+        found = tuple(one for one in report.results if one.rule in _ABOUT_PAIRS and one.findings)
+        if report.facts.peer is not None and found:
+            yield names, replace(report, results=found, gate=Gate())
 
 
 def what_to_do(remedy: Remedy) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -32,16 +32,14 @@ from dsv4doctor.models import (
     Severity,
     Verdict,
 )
-from dsv4doctor.report.common import what_to_do
+from dsv4doctor.report.common import between, of_one, what_to_do
 from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.hot_paths import only_paths, path_parts
-from dsv4doctor.rules import PAIR_RULES
 from dsv4doctor.terminal import harmless
 
 WIDE = 160
 """Columns from which the layers are a table where it fits; else they are a block each."""
 
-_ABOUT_PAIRS = frozenset(rule.id for rule in PAIR_RULES)
 _VERDICT_STYLES = {
     Verdict.RUNS: "green",
     Verdict.FALLBACK: "yellow",
@@ -77,7 +75,7 @@ def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
             said = f"not determined: {outcome.message}"
             texts.append(printed([*heading, Text(said, style="bold red")], style))
         else:
-            own = _of_one(outcome) if with_findings else outcome
+            own = of_one(outcome) if with_findings else outcome
             text = render(own, style.width, style.color, verbose=style.verbose, why=style.why)
             texts.append((printed(heading, style) if heading else "") + text)
     if with_findings:
@@ -85,26 +83,10 @@ def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
     return "\n".join(texts)
 
 
-def _of_one(report: Report) -> Report:
-    """`report` without what was found about the pair that its launch is half of."""
-    if report.facts.peer is None:
-        return report
-    results = [
-        replace(result, findings=()) if result.rule in _ABOUT_PAIRS else result
-        for result in report.results
-    ]
-    return replace(report, results=tuple(results))
-
-
 def _between(run: Run) -> Iterator[list[RenderableType | Unwrapped]]:
     """What is about two servers stands under the names of both."""
-    reports = [outcome for outcome in run.outcomes if isinstance(outcome, Report)]
-    names = " and ".join(str(report.gate.target) for report in reports)
-    for report in reports:
-        found = [one for one in report.results if one.rule in _ABOUT_PAIRS and one.findings]
-        if report.facts.peer is not None and found:
-            heading = Text(f"Between {names}", style="bold reverse")
-            yield [heading, *_findings(replace(report, results=tuple(found), gate=Gate()))]
+    for names, pair in between(run):
+        yield [Text(f"Between {names}", style="bold reverse"), *_findings(pair)]
 
 
 def render_check(report: Report, width: int, color: bool, *, verbose: bool, why: bool) -> str:

@@ -19,7 +19,7 @@ from dsv4doctor.models import (
     Severity,
     Verdict,
 )
-from dsv4doctor.report.common import by_severity, target_name, what_to_do
+from dsv4doctor.report.common import between, by_severity, of_one, target_name, what_to_do
 from dsv4doctor.report.console import summary
 
 _MARKS = {Severity.ERROR: "❌", Severity.WARNING: "⚠️", Severity.INFO: "ℹ️"}  # noqa: RUF001
@@ -39,6 +39,10 @@ def render(run: Run) -> str:
             parts += _failure(outcome)
         else:
             parts += _report(outcome)
+    for names, pair in between(run):
+        parts.append(f"## Between {_text(names)}")
+        for finding in by_severity(pair):
+            parts += _finding(finding)
     return "\n\n".join(parts) + "\n"
 
 
@@ -57,7 +61,7 @@ def _report(report: Report) -> Iterator[str]:
     for result in report.results:
         if result.outcome is Outcome.CRASH:
             yield f"**Rule {_text(result.rule)} crashed:** {_text(result.reason or '')}"
-    for finding in by_severity(report):
+    for finding in by_severity(of_one(report)):
         yield from _finding(finding)
     layers = report.facts.trace.layers if report.facts.trace else ()
     if layers:
