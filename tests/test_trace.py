@@ -444,17 +444,19 @@ def test_v41_with_its_engram_layers(
 
 
 @pytest.mark.parametrize("version", ["0.5.14", "0.5.23"])
-def test_another_machines_infiniband_is_not_this_ones(
+def test_another_machines_devices_and_files_are_not_this_ones(
     version: str, sglang_tree: Tree, checkpoint: Checkpoint
 ) -> None:
     """SGLang looks for the named devices on its own machine, which is not this one."""
     flags = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake")
     flags += ("--disaggregation-ib-device", "mlx5_doctor")
+    flags += ("--ssl-keyfile", "/etc/doctor.key", "--ssl-certfile=/etc/doctor.pem")
     asked = request(sglang_tree(version), checkpoint(STOCK), flags)
     here = traced(trace_launch(asked, use_cache=False))
     assert [error.phase for error in here.errors] == ["arguments"]
     there = traced(trace_launch(replace(asked, elsewhere=True), use_cache=False))
     assert there.errors == ()
     assert there.resolved_args["tp_size"] == 4
-    assert any("/sys/class/infiniband" in text for text in there.leniencies)
+    for path in ("/sys/class/infiniband", "/etc/doctor.key", "/etc/doctor.pem"):
+        assert any(text.startswith(f"{path} ") for text in there.leniencies)
     assert cache.key(asked) != cache.key(replace(asked, elsewhere=True))

@@ -1,9 +1,11 @@
 """What SGLang asks of its own machine, for a launch on another one than this.
 
-This machine's InfiniBand devices say nothing about that one's: there, it has those that the launch
-names.
+This machine's InfiniBand devices and TLS files say nothing about that one's: it is taken to have
+those that the launch names.
 """
 
+import contextlib
+import itertools
 import os
 import re
 
@@ -11,35 +13,51 @@ _DEVICES = "/sys/class/infiniband"
 _MOST_BYTES = 1 << 20
 
 
-class Devices:
-    """While entered, the machine has every InfiniBand device that `arguments` name."""
+class Machine:
+    """While entered, there is every InfiniBand device and TLS file that `arguments` name."""
 
     def __init__(self, arguments):
         self.arguments = arguments
-        self.asked = False
+        self.asked = {}
 
     def __enter__(self):
-        self.saved = is_dir, list_dir = os.path.isdir, os.listdir
+        self.saved = is_dir, is_file, list_dir = os.path.isdir, os.path.isfile, os.listdir
+        tls, devices = _tls_files(self.arguments), _names(self.arguments)
 
         def is_there(path):
             return path == _DEVICES or is_dir(path)
 
+        def is_file_there(path):
+            if path in tls and not is_file(path):
+                self.asked[path] = None
+                return True
+            return is_file(path)
+
         def listing(path="."):
             if path != _DEVICES:
                 return list_dir(path)
-            self.asked = True
-            return _names(self.arguments)
+            self.asked[_DEVICES] = None
+            return devices
 
-        os.path.isdir, os.listdir = is_there, listing
+        os.path.isdir, os.path.isfile, os.listdir = is_there, is_file_there, listing
         return self
 
     def __exit__(self, *exc):
-        os.path.isdir, os.listdir = self.saved
+        os.path.isdir, os.path.isfile, os.listdir = self.saved
 
     def leniencies(self):
-        if not self.asked:
-            return []
-        return [f"{_DEVICES} of the serving machine: it is taken to have what the launch names"]
+        said = "of the serving machine: it is taken to have what the launch names"
+        return [f"{path} {said}" for path in self.asked]
+
+
+def _tls_files(arguments):
+    """What follows --ssl-keyfile and its like."""
+    pairs = itertools.pairwise([*arguments, ""])
+    return {
+        flag.partition("=")[2] or following
+        for flag, following in pairs
+        if flag.startswith("--ssl-")
+    }
 
 
 def _names(arguments):
@@ -48,6 +66,9 @@ def _names(arguments):
     for argument in arguments:
         path = argument.partition("=")[2] if argument.startswith("--") else argument
         if os.path.isfile(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
+            with (
+                contextlib.suppress(OSError),  # SGLang says what is wrong with it
+                open(path, encoding="utf-8", errors="replace") as file,
+            ):
                 texts.append(file.read(_MOST_BYTES))
     return sorted({name for text in texts for name in re.findall(r"[\w.-]+", text)})

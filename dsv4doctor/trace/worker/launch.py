@@ -86,7 +86,7 @@ class _Launch:
         watch = decisions.ArgumentWatch(serving.FIELDS)
         machine = contextlib.nullcontext()
         if self.job.get("elsewhere"):
-            machine = elsewhere.Devices(self.job["arguments"])
+            machine = elsewhere.Machine(self.job["arguments"])
         with Redirect("cpu"):
             try:
                 with machine as stood_in, watch, _captured() as said:
