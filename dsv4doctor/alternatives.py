@@ -23,6 +23,8 @@ _BACKENDS = {
 """By stored format, the backends that some release runs such experts with on sm_12x."""
 
 
+_SGLANGS_OWN = 10
+"""The compute capability that SGLang's own choice of backends is made for."""
 _NO_DRAFT = " without speculative decoding"
 DROPS_CLAMP = "drops swiglu_limit"
 _QUANTIZATION = "--quantization"
@@ -84,9 +86,11 @@ def _candidates(
         if base is plain and not main_fails:
             yield Candidate(f"the same flags{_NO_DRAFT}", plain)
         if needs_backend or (base is flags and draft_fails):
+            own = without(base, (MAIN_FLAG, DRAFT_FLAG))
+            if trace.arch.major == _SGLANGS_OWN and own != base:
+                yield Candidate(f"no {MAIN_FLAG}{suffix}", own)
             for backend in backends:
-                changed = (*without(base, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
-                yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", changed)
+                yield Candidate(f"{MAIN_FLAG} {backend}{suffix}", (*own, MAIN_FLAG, backend))
 
 
 def _ranks_to_spread(trace: Trace) -> int | None:

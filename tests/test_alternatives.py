@@ -7,7 +7,7 @@ import pytest
 from dsv4doctor.alternatives import Candidate, candidates, outcome, without, without_speculation
 from dsv4doctor.audit import _left, judged, run_rules
 from dsv4doctor.errors import UndeterminedError
-from dsv4doctor.models import Alternative, Layer, SglangError, StoredFormat, Trace, Verdict
+from dsv4doctor.models import ARCHS, Alternative, Layer, SglangError, StoredFormat, Trace, Verdict
 from dsv4doctor.rules import hot_path_fails, moe_draft_sm100_only
 from dsv4doctor.rules.common import way_out
 from dsv4doctor.rules.samples import (
@@ -54,6 +54,15 @@ def test_main_alone_gets_other_backends() -> None:
         (*_PLAIN, "--moe-runner-backend", "flashinfer_cutlass"),
         (*_PLAIN, "--moe-runner-backend", "marlin"),
     ]
+
+
+def test_sglangs_own_choice_is_tried_where_it_is_made_for_the_gpu() -> None:
+    chosen = (*_PLAIN, "--moe-runner-backend", "triton")
+    trace = _trace(*MAIN_TRTLLM)
+    assert _PLAIN not in _flags(trace, chosen)
+    on_sm_100 = replace(trace, arch=ARCHS["sm_100"])
+    assert _flags(on_sm_100, chosen)[0] == _PLAIN
+    assert _PLAIN not in _flags(on_sm_100, _PLAIN)
 
 
 def test_a_draft_that_no_flag_changes_has_to_go() -> None:
