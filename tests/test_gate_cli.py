@@ -82,7 +82,7 @@ def test_several_targets_and_reports(project: Path, doctor: Doctor) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     said = done.stderr.splitlines()
     assert said[0].startswith("dsv4doctor: broken: empty.sh")
-    assert said[1].startswith("dsv4doctor: production: 1 error")
+    assert said[1].startswith("dsv4doctor: production: 2 errors")
     sarif = json.loads(reports["sarif"].read_text())
     assert [len(run["results"]) > 0 for run in sarif["runs"]] == [True, True, False]
     suites = list(junitparser.JUnitXml.fromfile(str(reports["junit"])))
@@ -135,6 +135,7 @@ def test_baseline_from_first_run_to_the_last_fix(
 @pytest.mark.wheels
 def test_suppressions_and_their_end(project: Path, doctor: Doctor) -> None:
     one = ("check", "--target", "production")
+    _suppress(project, "DSV107", "2998-12-31")
     _suppress(project, "DSV102", "2999-12-31")
     done = doctor(*one)
     assert done.returncode == 0
