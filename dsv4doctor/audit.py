@@ -15,6 +15,7 @@ from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.stamped import verified_here
 from dsv4doctor.facts.callsite import call_texts, text_at
 from dsv4doctor.facts.features import read_features
+from dsv4doctor.flags import written_out
 from dsv4doctor.models import (
     Alternative,
     Facts,
@@ -206,7 +207,7 @@ def _alternatives(
         drops_clamp(layer, text_at(texts, layer)) for layer in trace.of(Role.MAIN)
     )
     stored = next((layer.stored_format for layer in request.checkpoint.main_layers), None)
-    options = candidates(trace, request.launch.flags, stored, clamp_lost=lost)
+    options = candidates(trace, written_out(request.launch), stored, clamp_lost=lost)
     if not options:
         return ()
     if progress is not None:
@@ -215,7 +216,8 @@ def _alternatives(
     with_paths = request.with_paths and not trace.paths
     plain = replace(request, with_path=False, with_paths=with_paths)
     requests = [
-        replace(plain, launch=replace(request.launch, flags=option.flags)) for option in options
+        replace(plain, launch=replace(request.launch, flags=option.flags, configured=()))
+        for option in options
     ]
     results = trace_launches(requests, use_cache=settings.use_cache, timeout=settings.timeout)
     return tuple(
@@ -253,11 +255,11 @@ def _path_alternatives(
     assert trace is not None
     defaults = facts.features.environment_defaults if facts.features else {}
     tried: list[Alternative] = []
-    for option in path_candidates(trace, launch.flags, request.variables(), defaults):
+    for option in path_candidates(trace, written_out(launch), request.variables(), defaults):
         if progress is not None:
             progress(f"tracing with {option.change}")
         environment = {**launch.environment, **option.environment}
-        changed = replace(launch, flags=option.flags, environment=environment)
+        changed = replace(launch, flags=option.flags, configured=(), environment=environment)
         asked = replace(request, launch=changed, with_path=False)
         [result] = trace_launches([asked], use_cache=settings.use_cache, timeout=settings.timeout)
         if not isinstance(result, DoctorError):
@@ -272,7 +274,7 @@ def _left(facts: Facts, option: Alternative) -> str | None:
     """The error about the routed experts that stays with `option`'s flags; None: there is none."""
     launch = facts.snapshot.launch
     if launch is not None:
-        changed = replace(launch, flags=option.flags)
+        changed = replace(launch, flags=option.flags, configured=())
         facts = replace(facts, snapshot=replace(facts.snapshot, launch=changed))
     for result in run_rules([rule for rule in RULES if rule.id.startswith(_EXPERTS)], facts):
         if any(finding.severity is Severity.ERROR for finding in result.findings):

@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dsv4doctor.models import Launch
+
 MAIN_FLAG = "--moe-runner-backend"
 DRAFT_FLAG = "--speculative-moe-runner-backend"
+MODEL_FLAGS = ("--model-path", "--model")
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
@@ -32,6 +35,13 @@ def without(flags: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
         if not dropping:
             kept.append(flag)
     return tuple(kept)
+
+
+def written_out(launch: Launch) -> tuple[str, ...]:
+    """The launch's flags, those of the file that --config names in the place of that flag."""
+    if not launch.configured:
+        return launch.flags
+    return without(launch.all_flags, (*MODEL_FLAGS, "--config"))
 
 
 def without_speculation(flags: Sequence[str]) -> tuple[str, ...]:

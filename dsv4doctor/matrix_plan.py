@@ -16,6 +16,7 @@ from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.facts.checkpoint import read_checkpoint, resolve_model
 from dsv4doctor.facts.gpu import read_gpus
 from dsv4doctor.facts.stack import read_stack
+from dsv4doctor.flags import MODEL_FLAGS
 from dsv4doctor.matrix import FlagSet, flag_sets_to_try
 from dsv4doctor.matrix_run import Model, Plan, Release, cores
 from dsv4doctor.models import ARCHS, Arch, SglangTree
@@ -23,7 +24,6 @@ from dsv4doctor.target import Options, Target, env_pairs, resolve, resolve_tree,
 from dsv4doctor.wheels import default_cache
 
 Download = Callable[[int, "int | None"], None]
-_MODEL_FLAGS = ("--model-path", "--model")
 _INSTALLED = "installed"
 
 
@@ -273,7 +273,7 @@ def _flag_sets(
                 f"--flags-set {name[:40]}: {error}", "close the quotes as in a shell"
             ) from error
     for flag in [*flags, *(flag for one in found.values() for flag in one)]:
-        if flag.partition("=")[0] in _MODEL_FLAGS:
+        if flag.partition("=")[0] in MODEL_FLAGS:
             raise UsageError(
                 f"{flag.partition('=')[0]} among SGLang's flags", "the model is matrix's own MODEL"
             )

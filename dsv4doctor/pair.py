@@ -73,7 +73,7 @@ def paired(reports: Sequence[Report], router: RouterLaunch | None = None) -> tup
 
 def _mode(facts: Facts) -> str | None:
     launch = facts.snapshot.launch
-    return flag_value(launch.flags, _MODE) if launch else None
+    return flag_value(launch.all_flags, _MODE) if launch else None
 
 
 def _elsewhere(result: RuleResult, one: Report) -> RuleResult:

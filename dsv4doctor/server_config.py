@@ -1,29 +1,38 @@
-"""The model that a file of SGLang's --config names.
+"""The flags that a YAML file of SGLang's --config stands for.
 
 SGLang puts such a file's keys in front of the command line's flags, so a flag counts more.
 """
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-_ENTRY = re.compile(
-    r"""^(?P<quote>['"]?)(?:model[-_]path|model)(?P=quote)[ \t]*:(?P<value>[ \t][^\n]*)?$""",
-    re.MULTILINE,
-)
-_PLAIN = re.compile(r"""([\w./~][^\n]*?)(?:[ \t]+#.*)?""")
-_QUOTED = re.compile(r"""(?:'([^'\n]*)'|"([^"\\\n]*)")(?:[ \t]+#.*)?""")
+import yaml
 
 
-def model_of(path: Path) -> str | None:
-    """The model in the YAML file at `path`, the last one named; None: none that can be told.
+def flags_of(path: Path) -> tuple[str, ...]:
+    """The keys of the file at `path` as flags; a switch that is off is none.
 
-    Raises OSError where it cannot be read.
+    () where it holds no mapping: what is wrong with it SGLang says itself.  Raises OSError where it
+    cannot be read.
     """
-    entries = list(_ENTRY.finditer(path.read_text(encoding="utf-8", errors="replace")))
-    value = (entries[-1]["value"] or "").strip() if entries else ""
-    if quoted := _QUOTED.fullmatch(value):
-        return quoted[1] or quoted[2] or None
-    plain = _PLAIN.fullmatch(value)
-    return plain[1] if plain and ": " not in plain[1] else None
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return ()
+    items = content.items() if isinstance(content, dict) else ()
+    return tuple(word for key, value in items for word in _words(str(key), value))
+
+
+def _words(key: str, value: Any) -> Iterator[str]:
+    name = "--" + key.replace("_", "-")
+    if value is False or value == []:
+        return
+    yield name
+    if isinstance(value, dict):
+        yield json.dumps(value, default=str)
+    elif value is not True:
+        yield from map(str, value if isinstance(value, list) else [value])

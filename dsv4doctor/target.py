@@ -26,7 +26,7 @@ from dsv4doctor.facts.measure import measure
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
 from dsv4doctor.facts.stack import against, read_stack
 from dsv4doctor.facts.tree import read_tree
-from dsv4doctor.flags import flag_value
+from dsv4doctor.flags import MODEL_FLAGS, flag_value
 from dsv4doctor.launch import from_arguments, read_script
 from dsv4doctor.launch_limits import check_limits
 from dsv4doctor.models import (
@@ -40,7 +40,7 @@ from dsv4doctor.models import (
     Snapshot,
     Stack,
 )
-from dsv4doctor.server_config import model_of
+from dsv4doctor.server_config import flags_of
 from dsv4doctor.wheels import default_cache, fetch_tree
 
 _LINE = re.compile("[0-9]{1,9}")
@@ -229,6 +229,7 @@ def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, 
         launch = replace(saved.launch, environment=usable_environment(saved.launch.environment))
     else:
         launch = from_arguments(options.model, options.flags, {})
+    launch = _with_configuration(launch)
     if options.model is not None:
         launch = replace(launch, model=options.model)
     elif launch.model is None and _unknown_model(launch) is None:
@@ -243,16 +244,21 @@ def _unknown_model(launch: Launch) -> str | None:
     return next((text for text in said if text.startswith("cannot know the model")), None)
 
 
-def _with_configured_model(launch: Launch) -> Launch:
-    """`launch` with the model of its --config file; a flag would count more."""
+def _with_configuration(launch: Launch) -> Launch:
+    """`launch` with what its --config file says; what of it cannot be read is SGLang's to say."""
     named = flag_value(launch.flags, "--config")
     if named is None or not os.path.isfile(named):
         return launch
     check_limits(launch)
-    model = model_of(Path(named))
+    return replace(launch, configured=flags_of(Path(named)))
+
+
+def _with_configured_model(launch: Launch) -> Launch:
+    """`launch` with the model of its --config file; a flag would count more."""
+    model = next((m for name in MODEL_FLAGS if (m := flag_value(launch.configured, name))), None)
     if model is None:
         return launch
-    note = f"the model is what --config {named} names"
+    note = f"the model is what --config {flag_value(launch.flags, '--config')} names"
     return replace(launch, model=model, notes=(*launch.notes, note))
 
 
@@ -300,7 +306,7 @@ def _model_path(
         return resolve_model(
             launch.model,
             {**environment, **launch.environment},
-            flag_value(launch.flags, "--revision"),
+            flag_value(launch.all_flags, "--revision"),
         )
     except UsageError as error:
         if saved is None or saved.checkpoint is None or options.model is not None:

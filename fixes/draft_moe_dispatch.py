@@ -244,7 +244,7 @@ def needed(facts: Facts) -> str | None:
             f"the draft's experts resolve to {SM100_METHOD}, which has no {facts.arch.name} kernel"
         )
     checkpoint, launch = facts.snapshot.checkpoint, facts.snapshot.launch
-    if checkpoint is None or launch is None or "--speculative-algorithm" not in launch.flags:
+    if checkpoint is None or launch is None or "--speculative-algorithm" not in launch.all_flags:
         return None
     formats = (checkpoint.declared_main, checkpoint.declared_draft)
     if formats != (StoredFormat.NVFP4, StoredFormat.MXFP4):

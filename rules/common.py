@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from dsv4doctor.alternatives import DROPS_CLAMP
 from dsv4doctor.commands import doctor_command, launch_change, server_command
 from dsv4doctor.facts.callsite import text_at
-from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value, without
+from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, flag_value, without, written_out
 from dsv4doctor.models import (
     Alternative,
     Facts,
@@ -34,7 +34,7 @@ def backend_flags(facts: Facts, role: Role) -> dict[str, str]:
     """The MoE backend flags that the user set and a reader expects to count for `role`."""
     launch = facts.snapshot.launch
     names = (MAIN_FLAG,) if role is Role.MAIN else (MAIN_FLAG, DRAFT_FLAG)
-    found = {name: flag_value(launch.flags, name) for name in names} if launch else {}
+    found = {name: flag_value(launch.all_flags, name) for name in names} if launch else {}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -54,7 +54,7 @@ def _argument(flag: str) -> str:
 def flag(facts: Facts, name: str) -> str | None:
     """The value of SGLang's flag `name` as the user wrote it."""
     launch = facts.snapshot.launch
-    return flag_value(launch.flags, name) if launch else None
+    return flag_value(launch.all_flags, name) if launch else None
 
 
 def numa_nodes(flags: Sequence[str]) -> list[int]:
@@ -245,7 +245,7 @@ def _patched(facts: Facts, layer: Layer | None) -> Remedy | None:
         works = all(is_nvfp4_cutlass(one) and one.verdict is Verdict.RUNS for one in main)
         if option.problem != DROPS_CLAMP or backend is None or not main or not works:
             continue
-        flags = (*without(launch.flags, (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
+        flags = (*without(written_out(launch), (MAIN_FLAG, DRAFT_FLAG)), MAIN_FLAG, backend)
         change = launch_change(facts, flags)
         changed = replace(
             facts, snapshot=replace(facts.snapshot, launch=replace(launch, flags=flags))

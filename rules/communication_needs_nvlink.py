@@ -50,7 +50,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 def _is_written(facts: Facts, flag: str) -> bool:
     launch = facts.snapshot.launch
-    return launch is not None and any(word.partition("=")[0] == flag for word in launch.flags)
+    return launch is not None and any(word.partition("=")[0] == flag for word in launch.all_flags)
 
 
 RULE = Rule(

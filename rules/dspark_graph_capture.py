@@ -31,7 +31,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     limits = [value for name in _LIMITS if (value := flag(facts, name)) is not None]
     limit = limits[-1] if limits else None
-    if "--disable-cuda-graph" in launch.flags:
+    if "--disable-cuda-graph" in launch.all_flags:
         return
     if any(value.isdigit() and int(value) < _SEEN_FROM for value in limits):
         return

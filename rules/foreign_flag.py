@@ -20,7 +20,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     assert launch is not None
     if facts.trace is not None:
         return  # this SGLang's parser took every flag
-    for option in foreign_options(launch.flags):
+    for option in foreign_options(launch.all_flags):
         own = ENGINES[option].sglang
         yield Finding(
             rule=RULE.id,

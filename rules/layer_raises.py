@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.commands import launch_change, server_command
-from dsv4doctor.flags import without
+from dsv4doctor.flags import without, written_out
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Facts, Finding, Layer, Location, Remedy, Severity, SglangError
 from dsv4doctor.rules.common import both, described, flag, way_out, with_source
@@ -78,7 +78,8 @@ def _eagle(facts: Facts, error: SglangError) -> Remedy | None:
     )
     companions = ("--speculative-eagle-topk", "--speculative-num-steps")
     launch = facts.snapshot.launch
-    flags = without(launch.flags, (*companions, "--speculative-num-draft-tokens")) if launch else ()
+    own = written_out(launch) if launch else ()
+    flags = without(own, (*companions, "--speculative-num-draft-tokens"))
     flags = (*flags, *_COMPANIONS)
     change, command = launch_change(facts, flags), server_command(facts, flags)
     lines = (text, change) if change else (text,)

@@ -21,7 +21,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     host, launch = facts.snapshot.host, facts.snapshot.launch
     assert host is not None
     assert launch is not None
-    nodes = numa_nodes(launch.flags)
+    nodes = numa_nodes(launch.all_flags)
     by = [_FLAG] if nodes else []
     by += ["numactl"] if "numactl" in launch.wrappers else []
     if not by:

@@ -17,7 +17,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         return
     for side in (facts, facts.peer):
         launch = side.snapshot.launch
-        if launch is not None and _FLAG not in launch.flags:
+        if launch is not None and _FLAG not in launch.all_flags:
             yield Finding(
                 rule=RULE.id,
                 severity=Severity.INFO,

@@ -178,7 +178,7 @@ def bound_to(facts: Facts) -> tuple[int, ...]:
     launch = facts.snapshot.launch
     if launch is None:
         return ()
-    return tuple(sorted({*launch.numa_nodes, *numa_nodes(launch.flags)}))
+    return tuple(sorted({*launch.numa_nodes, *numa_nodes(launch.all_flags)}))
 
 
 def _several_nodes(one: Facts, other: Facts) -> bool:

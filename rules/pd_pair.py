@@ -189,7 +189,7 @@ def _as_written(one: Facts, other: Facts) -> Iterator[Difference]:
 def _said(facts: Facts) -> dict[str, Any]:
     """Argument -> its value as the flags have it, without those that they leave out."""
     launch = facts.snapshot.launch
-    flags = launch.flags if launch else ()
+    flags = launch.all_flags if launch else ()
     found: dict[str, Any] = {}
     for name in (*_RESOLVED, *_NAMES):
         names = _NAMES.get(name, ("--" + name.replace("_", "-"),))
@@ -241,7 +241,7 @@ def _flags(one: Facts, other: Facts) -> Iterator[Difference]:
 def _written(facts: Facts, name: str) -> str:
     """The flag's value, "set" for a switch, "not set" without it."""
     launch = facts.snapshot.launch
-    flags = launch.flags if launch else ()
+    flags = launch.all_flags if launch else ()
     if name in flags:
         value = flag(facts, name)
         return "set" if value is None or value.startswith("--") else value

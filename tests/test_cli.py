@@ -156,6 +156,22 @@ def test_story_from_a_script(
     assert plain["cached"] is True
     assert "sk-1" not in output.read_text()
 
+    pairs = zip(_STORY[::2], _STORY[1::2], strict=True)
+    config = tmp_path / "srv.yaml"
+    config.write_text("".join(f"{flag[2:]}: {value}\n" for flag, value in pairs))
+    script.write_text(
+        f"numactl -N 0 python -m sglang.launch_server --model-path {model} --config {config}\n"
+    )
+    process = _start(environment, "check", *common, "--format", "json", "-o", output)
+    process.communicate(timeout=300)
+    configured = json.loads(output.read_text())
+    for one, other in zip(plain["findings"], configured["findings"], strict=True):
+        for key in ("rule", "subject", "message"):
+            assert one[key] == other[key]
+    script.write_text(
+        f"python -m sglang.launch_server --model-path {model} \\\n  {' '.join(_STORY)}\n"
+    )
+
     process = _start(environment, "trace-moe", "--draft", "--why", *common)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1

@@ -239,6 +239,8 @@ def test_interrupted_command_prints_the_table_and_leaves_no_worker(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(scratch)},
+        # A background job of a script is started with interrupts ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not list(scratch.glob("dsv4doctor-*")) and time.monotonic() < deadline:

@@ -3,14 +3,19 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsv4doctor import target
 from dsv4doctor.errors import UsageError
-from dsv4doctor.facts.snapshot import text_of
-from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, Package, SglangTree
+from dsv4doctor.facts.snapshot import redacted_launch, text_of
+from dsv4doctor.flags import flag_value, written_out
+from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, Package, Role, SglangTree
+from dsv4doctor.rules import samples
+from dsv4doctor.rules.common import backend_flags
+from dsv4doctor.server_config import flags_of
 from dsv4doctor.target import Options, Target, resolve
 
 _PRO = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30)
@@ -223,7 +228,9 @@ def test_bad_env(look: Callable[..., Target], text: str) -> None:
         look(env=(text,))
 
 
-@pytest.mark.parametrize("line", ["model-path: {}", "'model_path':  \"{}\"  # ours", "model: {}"])
+@pytest.mark.parametrize(
+    "line", ["model-path: {}", "'model_path':  \"{}\"  # ours", "model: {}", "x: &a {}\nmodel: *a"]
+)
 def test_the_model_of_sglangs_own_config_file(
     line: str, look: Callable[..., Target], tmp_path: Path
 ) -> None:
@@ -244,6 +251,35 @@ def test_the_model_of_sglangs_own_config_file(
     script.write_text(f"python -m sglang.launch_server --config {config}\n")
     with pytest.raises(UsageError, match=r"names no model, nor does --config \S*srv\.yaml"):
         look(model=None, launch=script)
+
+
+def test_the_flags_of_sglangs_own_config_file(look: Callable[..., Target], tmp_path: Path) -> None:
+    """A rule sees what the file sets as it sees a flag, which counts more."""
+    config = tmp_path / "srv.yaml"
+    config.write_text(
+        "moe-runner-backend: triton\ntp_size: 8\nenable-metrics: true\nenable-eplb: false\n"
+        "api-key: hidden\nnuma-node: [0, 1]\njson-model-override-args: {num_hidden_layers: 4}\n"
+    )
+    launch = look(flags=("--config", str(config), "--tp-size", "4")).launch
+    assert launch.flags == ("--config", str(config), "--tp-size", "4")
+    assert launch.configured == (
+        *("--moe-runner-backend", "triton", "--tp-size", "8", "--enable-metrics"),
+        *("--api-key", "hidden", "--numa-node", "0", "1"),
+        *("--json-model-override-args", '{"num_hidden_layers": 4}'),
+    )
+    assert flag_value(launch.all_flags, "--tp-size") == "4"
+    assert written_out(launch) == (*launch.configured, "--tp-size", "4")
+    assert "hidden" not in redacted_launch(launch).configured
+    scene = samples.facts("sm_120", list(samples.MAIN_CUTLASS))
+    facts = replace(scene, snapshot=replace(scene.snapshot, launch=launch))
+    assert backend_flags(facts, Role.MAIN) == {"--moe-runner-backend": "triton"}
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "- a\n- b\n", "{" * 3000, "", "a: !!python/name:os.x\n"])
+def test_what_is_no_configuration_is_left_to_sglang(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "srv.yaml"
+    path.write_text(text)
+    assert flags_of(path) == ()
 
 
 def test_why_a_scripts_model_is_not_known(look: Callable[..., Target], tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def redacted_launch(launch: Launch) -> Launch:
         launch,
         environment=redacted_environment(launch.environment),
         flags=redacted_flags(launch.flags),
+        configured=redacted_flags(launch.configured),
     )
 
 

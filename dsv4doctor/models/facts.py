@@ -297,6 +297,13 @@ class Launch:
     """The NUMA nodes that a numactl in front binds it to."""
     given: tuple[str, ...] = ()
     """The variables of `environment` that --env or the configuration gave."""
+    configured: tuple[str, ...] = ()
+    """The keys of the file that --config names, as flags."""
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """`configured` and `flags`, of which the last counts."""
+        return (*self.configured, *self.flags)
 
 
 @dataclass(frozen=True)
