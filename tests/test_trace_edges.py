@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tracing import changed_tree, request
@@ -158,6 +159,28 @@ def test_a_worker_that_closes_its_pipe_and_lives_on(
     with pytest.raises(UndeterminedError, match="did not finish in time"):
         trace_launch(odd, use_cache=False, timeout=2)
     assert time.monotonic() - started < 30
+
+
+def test_a_signal_while_the_worker_starts_ends_it_too(
+    sglang_tree: Tree, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nexec sleep 600\n")
+    interpreter.chmod(0o755)
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(session.subprocess, "Popen", Popen)
+    odd = replace(request(sglang_tree("0.5.14"), model), interpreter=interpreter)
+    with pytest.raises(SystemExit) as ended:
+        trace_launch(odd, use_cache=False, timeout=30)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_the_last_words_of_a_worker_that_says_a_lot(

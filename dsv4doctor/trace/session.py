@@ -192,9 +192,11 @@ def _run_group(
             }
             for index, request in enumerate(requests)
         ]
-        worker = _Worker(first, scratch, jobs)
+        worker: _Worker | None = None
         results: dict[int, Trace | DoctorError] = {}
         try:
+            with _signals_wait():  # one that came now would leave the process behind
+                worker = _Worker(first, scratch, jobs)
             for event in worker.events(time.monotonic() + timeout):
                 if event["event"] == "phase":
                     if progress is not None:
@@ -208,7 +210,8 @@ def _run_group(
             missing = {index: error for index in range(len(requests)) if index not in results}
             results.update(missing)
         finally:
-            worker.close()
+            if worker is not None:
+                worker.close()
         return [
             results.get(index) or UndeterminedError("the trace worker gave no result")
             for index in range(len(requests))
@@ -275,6 +278,24 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Have a signal that ends this process count after the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread only
+        return
+    came: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *got: came.append(got[0])) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 class _Worker:
