@@ -73,6 +73,12 @@ _convert_floats_as_the_hardware_does()
 _multiply_bf16_as_numbers()
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Every test sees the numbers that it saw before, alone or among others."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernels run in this session."""

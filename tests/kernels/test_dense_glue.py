@@ -52,7 +52,9 @@ def test_bmm_keeps_the_stated_error(device, shape, terms):
     batch, rows, cols, depth = shape
     a = torch.randn((batch, rows, depth), device=device)
     b = torch.randn((batch, cols, depth), device=device)
-    assert relative_error(bmm_nt(a, b, terms), reference.bmm_nt(a, b)) < BMM_BARS[terms]
+    # A lone product has no others to average with: two operands rounded to bf16, 2**-8 each.
+    bar = max(BMM_BARS[terms], 2**-7 if depth == 1 and terms == 1 else 0.0)
+    assert relative_error(bmm_nt(a, b, terms), reference.bmm_nt(a, b)) < bar
 
 
 def test_bmm_of_fp8_values_differs_by_the_order_of_summation_only(device):
