@@ -34,7 +34,7 @@ from dsv4doctor.rules import RULES
 from dsv4doctor.rules.rule import FACTS, NotChecked, Rule
 from dsv4doctor.target import Target
 from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
-from dsv4doctor.verdicts import drops_clamp, judge, judge_path
+from dsv4doctor.verdicts import drops_clamp, judge, judge_path, said_of_clamp
 
 Progress = Callable[[str], None]
 _EXPERTS = ("DSV1", "DSV3")
@@ -79,6 +79,9 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
     verified = verified_here(target.snapshot, target.arch_source)
     stand_on = replace(grounds(target.snapshot.stack, target.tree), verified=verified)
     trace = judged(trace, texts, stand_on)
+    if target.checkpoint.text_config.get("swiglu_limit"):
+        layers = tuple(said_of_clamp(layer, text_at(texts, layer)) for layer in trace.layers)
+        trace = replace(trace, layers=layers)
     facts = Facts(
         snapshot=target.snapshot,
         arch=target.arch,

@@ -15,10 +15,16 @@ from dsv4doctor.facts.callsite import text_at
 from dsv4doctor.flags import DRAFT_FLAG, MAIN_FLAG, without, without_speculation
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Arch, Layer, Role, StoredFormat, Trace, Verdict
-from dsv4doctor.verdicts import drops_clamp, judge, judge_path, known_kernel, raised
+from dsv4doctor.verdicts import (
+    NO_CLAMP,
+    judge,
+    judge_path,
+    known_kernel,
+    raised,
+    said_of_clamp,
+)
 
 _WORST = (Verdict.FAILS, Verdict.UNKNOWN, Verdict.FALLBACK, Verdict.RUNS)
-NO_CLAMP = "wrong output: it runs without the model's SwiGLU clamp"
 WORKING = (Verdict.RUNS, Verdict.FALLBACK)
 
 
@@ -168,10 +174,8 @@ def _stopped(trace: Trace, role: Role) -> Part | None:
 
 
 def _of_layer(layer: Layer, name: str, text: str, has_clamp: bool) -> Part:
-    verdict, reason = layer.verdict, layer.reason
-    if verdict in WORKING and has_clamp and drops_clamp(layer, text):
-        verdict = Verdict.FAILS
-        reason = f"{NO_CLAMP} (swiglu_limit); {reason}"
+    reason = (said_of_clamp(layer, text) if has_clamp else layer).reason
+    verdict = Verdict.FAILS if reason.startswith(NO_CLAMP) else layer.verdict
     known = known_kernel(layer, text)
     at = layer.decided_at
     return Part(

@@ -10,11 +10,12 @@ from pathlib import Path
 from dsv4doctor import fixes
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.fixes.fix import Change, Choice
-from dsv4doctor.matrix import NO_CLAMP, WORKING, Cell, Matrix
+from dsv4doctor.matrix import WORKING, Cell, Matrix
 from dsv4doctor.matrix import Choice as ToChoose
 from dsv4doctor.models import Arch, SglangTree, Verdict
 from dsv4doctor.planning.release import text_of
 from dsv4doctor.rules.common import marlin_scale
+from dsv4doctor.verdicts import NO_CLAMP
 
 _DRAFT, _CLAMP = "FIX101", "FIX103"
 _DRAFT_METHOD = "Mxfp4FlashinferTrtllmMoEMethod"

@@ -351,6 +351,19 @@ def _expected_line(
     return None
 
 
+NO_CLAMP = "wrong output: it runs without the model's SwiGLU clamp"
+"""With what the reason of such a layer begins."""
+
+
+def said_of_clamp(layer: Layer, call_text: str) -> Layer:
+    """The judged layer of a model with a clamp, its reason opening with the clamp's loss if it
+    runs without."""
+    runs = layer.verdict in (Verdict.RUNS, Verdict.FALLBACK)
+    if not runs or not drops_clamp(layer, call_text):
+        return layer
+    return replace(layer, reason=f"{NO_CLAMP} (swiglu_limit); {layer.reason}")
+
+
 def drops_clamp(layer: Layer, call_text: str) -> bool:
     """True when the SwiGLU clamp provably does not reach the layer's kernel."""
     if layer.clamp_read is False and layer.kernel is not None and layer.error is None:

@@ -136,6 +136,7 @@ def test_story_from_a_script(
     assert re.search(r"error DSV102 +model\.decoder\.mlp\.experts", out)
     assert "modelopt_quant.py:1389" in out
     assert "triton were not" in " ".join(out.split())
+    assert "why wrong output: it runs without the model's SwiGLU clamp" in " ".join(out.split())
     assert "\x1b" not in out
     assert "sk-1" not in out + err
     assert re.fullmatch(r"dsv4doctor: 2 errors, 2 warnings, 1 info in [\d.]+ s\n", err)
@@ -153,6 +154,7 @@ def test_story_from_a_script(
     assert plain["resolved_args"]["speculative_moe_runner_backend"] == "triton"
     assert len(plain["layers"]) == 44
     assert plain["layers"][-1]["flags_consulted"] == []
+    assert plain["layers"][0]["reason"].startswith("wrong output: it runs without")
     assert plain["cached"] is True
     assert "sk-1" not in output.read_text()
 

@@ -36,6 +36,7 @@ from dsv4doctor.report.common import between, of_one, what_to_do
 from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.hot_paths import only_paths, path_parts
 from dsv4doctor.terminal import harmless
+from dsv4doctor.verdicts import NO_CLAMP
 
 WIDE = 160
 """Columns from which the layers are a table where it fits; else they are a block each."""
@@ -310,7 +311,7 @@ def _block(layers: LayerRange) -> Iterator[RenderableType]:
 
 
 def _has_why(layer: Layer) -> bool:
-    return layer.verdict is not Verdict.RUNS
+    return layer.verdict is not Verdict.RUNS or layer.reason.startswith(NO_CLAMP)
 
 
 def _stored(layer: Layer) -> str:
