@@ -201,7 +201,19 @@ def test_a_broken_gpu_event_is_left_out_and_counted(tmp_path: Path) -> None:
         (gzip.compress(b"plain text", mtime=0), "not a torch-profiler trace"),
         (b"\x1f\x8bnot gzip at all", "damaged before its first event"),
         (b"\x1f\x8b", "cut off or damaged before"),
-        (gzip.compress(document(_EVENTS).encode())[:30], "cut off or damaged before"),
+        (gzip.compress(document(_EVENTS).encode(), mtime=0)[:30], "cut off or damaged before"),
+    ],
+    ids=[
+        "empty",
+        "blank",
+        "zip",
+        "other-json",
+        "numbers",
+        "no-events",
+        "gzip-of-text",
+        "gzip-in-name-only",
+        "gzip-magic-alone",
+        "gzip-cut-off",
     ],
 )
 def test_no_trace(tmp_path: Path, content: bytes, said: str) -> None:
