@@ -212,6 +212,19 @@ def test_sentence_about_the_command_is_no_command() -> None:
     assert logged_launch([Line(1, line)], "log") is None
 
 
+def test_the_example_in_a_warning_is_no_command() -> None:
+    """What SGLang's launch_server.py prints first, as a server on an H200 logged it."""
+    said = "'python -m sglang.launch_server' is still supported, but 'sglang serve' is the"
+    found = launch_of(
+        f"/site/sglang/launch_server.py:55: UserWarning: {said} recommended entrypoint.",
+        "  Example: sglang serve --model-path <model> [options]",
+        "  warnings.warn(",
+        ARGUMENTS_0514,
+    )
+    assert not found.is_command
+    assert found.launch.model == "/models/DeepSeek-V4-Flash-NVFP4"
+
+
 def test_restart_after_the_failure_is_not_the_launch() -> None:
     scanner = Scanner(signatures())
     scanner.feed(f"{ARGUMENTS_0514}\n{_NVCC}\nRuntimeError: x\n{ARGUMENTS_0523}\n".encode())

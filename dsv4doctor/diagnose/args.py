@@ -31,6 +31,7 @@ _COMMAND = re.compile(
     r"(?<!\S)(?P<command>(?:\S{0,200}python[\d.]{0,5} (?:-\S{1,20} ){0,3}-m sglang\.launch_server"
     r"|\S{0,200}sglang serve|\S{0,200}sglang/launch_server\.py) [^\n]{1,8000})"
 )
+_PLACEHOLDER = re.compile(r"<[^<>]*>")
 _OWN_NAMES = {
     "fp8_gemm_runner_backend": "fp8-gemm-backend",
     "fp4_gemm_runner_backend": "fp4-gemm-backend",
@@ -178,6 +179,8 @@ def _from_command(line: Line, source: str) -> LoggedLaunch | None:
     except ValueError:
         return None
     is_serve = "serve" in words[:3]
+    if any(_PLACEHOLDER.fullmatch(word) for word in words):
+        return None  # the example in launch_server's own warning, which most logs begin with
     start = words.index("serve") + 1 if is_serve else _program_end(words)
     rest = words[start:]
     positional = rest.pop(0) if is_serve and rest and not rest[0].startswith("-") else None
