@@ -343,6 +343,27 @@ def test_native_entry_points_are_seen_behind_their_decorators(tmp_path: Path) ->
     assert calls.native[0]["stack"][0][0] == "apply"
 
 
+def test_a_function_of_two_names_has_the_one_that_was_called(tmp_path: Path) -> None:
+    """As DeepGEMM 0.1.3 has it: a server on an H200 called fp8_gemm_nt."""
+    native = module_from(
+        tmp_path,
+        "deep_gemm.py",
+        "def fp8_fp4_gemm_nt():\n    return 1\nfp8_gemm_nt = fp8_fp4_gemm_nt\n",
+    )
+    calling = module_from(
+        tmp_path,
+        "sglang/entry.py",
+        "def other(native):\n    return native.fp8_gemm_nt()\n"
+        "def own(native):\n    return native.fp8_fp4_gemm_nt()\n"
+        "def apply(native):\n    other(native)\n    own(native)\n",
+    )
+    calls = observer.ServerCalls(lambda: calling.apply(native))
+    assert [entry["symbol"] for entry in calls.native] == [
+        "deep_gemm.fp8_gemm_nt",
+        "deep_gemm.fp8_fp4_gemm_nt",
+    ]
+
+
 def test_modules_compiled_at_run_time_are_seen_again_from_their_cache(tmp_path: Path) -> None:
     calling = module_from(
         tmp_path,

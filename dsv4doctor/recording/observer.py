@@ -63,7 +63,7 @@ class ServerCalls(Calls):  # type: ignore[misc]
         elif name not in _PLUMBING and not name.startswith(("<", "__")):
             module = frame.f_globals.get("__name__", "")
             if module.partition(".")[0] in NATIVE and _is_entry(frame):
-                self._note(f"{module}.{name}", frame)
+                self._note(f"{module}.{_as_called(frame)}", frame)
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
         module = getattr(function, "__module__", None) or ""
@@ -90,6 +90,21 @@ def _sglang_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and "/sglang/" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame
+
+
+def _as_called(frame: FrameType) -> str:
+    """The function's name as SGLang wrote it, which a trace has too.
+
+    DeepGEMM's fp8_gemm_nt is another name of its fp8_fp4_gemm_nt.
+    """
+    code, caller = frame.f_code, _sglang_frame(frame)
+    written = () if caller is None else caller.f_code.co_names
+    if code.co_name in written:
+        return code.co_name
+    for name in written:
+        if getattr(frame.f_globals.get(name), "__code__", None) is code:
+            return name
+    return code.co_name
 
 
 def _triton(function: Any) -> str | None:
