@@ -282,6 +282,16 @@ def test_without_an_index(checkpoint, copy_checkpoint, tmp_path):
 # ------------------------------------------------------------------ content key
 
 
+def test_a_shard_whose_name_is_no_text(checkpoint, copy_checkpoint, tmp_path):
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "bare")
+    (folder / "model.safetensors.index.json").unlink()
+    key = read_checkpoint(folder).content_key
+    shard = folder / "model-00046-of-00046.safetensors"
+    shard.rename(folder / os.fsdecode(b"model-00046-\xff.safetensors"))
+    assert read_checkpoint(folder, tmp_path / "cache").content_key != key
+    assert read_checkpoint(folder, tmp_path / "cache") == read_checkpoint(folder)
+
+
 def test_content_key_is_of_the_content(checkpoint, copy_checkpoint, tmp_path):
     folder = checkpoint(HYBRID, experts=2)
     key = read_checkpoint(folder).content_key
@@ -325,6 +335,57 @@ def test_a_shard_that_grew_is_refused_with_a_cache_too(checkpoint, copy_checkpoi
         file.truncate(file.seek(0, os.SEEK_END) + 1)
     with pytest.raises(UsageError, match="model-00002-of-00046"):
         read_checkpoint(folder, tmp_path / "cache")
+
+
+def test_facts_from_the_cache_need_no_look_into_the_index(
+    checkpoint, copy_checkpoint, tmp_path, monkeypatch
+):
+    """Parsing it takes longer than all else that a repeated trace does."""
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "copy")
+    read = read_checkpoint(folder, tmp_path / "cache")
+    monkeypatch.setattr("dsv4doctor.facts.checkpoint.parse_index", None)
+    assert read_checkpoint(folder, tmp_path / "cache") == read
+
+
+def test_an_index_changed_in_place_misses_the_cache(checkpoint, copy_checkpoint, tmp_path):
+    """By its bytes: size and times stay as they were."""
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "copy")
+    read = read_checkpoint(folder, tmp_path / "cache")
+    index = folder / "model.safetensors.index.json"
+    times = index.stat()
+    size = json.loads(index.read_text())["metadata"]["total_size"]
+    index.write_text(index.read_text().replace(str(size), str(size - 1)))
+    os.utime(index, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert index.stat().st_size == times.st_size
+    changed = read_checkpoint(folder, tmp_path / "cache")
+    assert changed.content_key != read.content_key
+    assert f"the index's total_size is {size - 1}" in "".join(changed.notes)
+
+
+def test_a_shard_that_was_removed_is_missed_with_a_cache_too(checkpoint, copy_checkpoint, tmp_path):
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "copy")
+    read_checkpoint(folder, tmp_path / "cache")
+    (folder / "model-00002-of-00046.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"model-00002-of-00046\.safetensors, which is not there"):
+        read_checkpoint(folder, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("stray", ["whole", "broken"])
+def test_the_cache_knows_a_shard_that_the_index_does_not_name(
+    stray, checkpoint, copy_checkpoint, tmp_path
+):
+    folder = copy_checkpoint(checkpoint(HYBRID, experts=2), tmp_path / "copy")
+    read = read_checkpoint(folder)
+    path = folder / os.fsdecode(b"stray\xff.safetensors")
+    if stray == "whole":
+        os.link(folder / "model-00002-of-00046.safetensors", path)
+    else:
+        path.write_bytes(b"x")
+    for _ in range(2):
+        assert read_checkpoint(folder, tmp_path / "cache") == read
+    (entry,) = (tmp_path / "cache").iterdir()
+    entry.write_text(entry.read_text().replace("weight_scale per 16", "from the cache"))
+    assert "from the cache" in read_checkpoint(folder, tmp_path / "cache").layers[0].detail
 
 
 def test_a_cache_that_cannot_be_used_is_ignored(checkpoint, tmp_path):

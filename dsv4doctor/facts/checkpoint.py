@@ -5,6 +5,7 @@ Nothing here reads weights or needs torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -32,7 +33,14 @@ from dsv4doctor.facts.experts import (
 from dsv4doctor.facts.files import DOWNLOAD_HINT, MIB, parse_object, read_file, shown
 from dsv4doctor.facts.headers import Header, Kind, RawHeader, parse_header, read_header
 from dsv4doctor.facts.hub import repository_name, resolve_model
-from dsv4doctor.facts.index import INDEX_NAME, Index, listed_tensors, read_index, shards_of
+from dsv4doctor.facts.index import (
+    INDEX_NAME,
+    Index,
+    listed_tensors,
+    parse_index,
+    read_index,
+    shards_of,
+)
 from dsv4doctor.facts.materialise import materialise
 from dsv4doctor.models import Checkpoint, ExpertLayer, Role, StoredFormat, TensorInfo
 
@@ -60,17 +68,18 @@ class _Stored:
     payload_bytes: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Files:
-    """What was read of the folder, and the key over it."""
+    """What was read of the folder beside its shards, not parsed yet."""
 
     folder: Path
     config: bytes
     quant_config: bytes | None
-    index: Index | None
-    headers: dict[str, RawHeader]
-    """By shard, sorted."""
-    content_key: str
+    index: bytes | None
+
+
+_Headers = dict[str, RawHeader]
+"""By shard, sorted."""
 
 
 def read_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
@@ -83,19 +92,30 @@ def read_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
     DeepSeek-V4-family checkpoint.
     """
     files = _read_files(path)
-    if cache is None:
-        return _checkpoint(files)
-    entry = cache / f"{files.content_key[:32]}-{_code_key()[:16]}.json"
-    found = load_entry(entry, Checkpoint)
-    if found is not None and found.content_key == files.content_key:
-        return replace(found, path=str(files.folder), name=repository_name(files.folder))
-    checkpoint = _checkpoint(files)
-    save_entry(entry, checkpoint)
-    return checkpoint
+    headers: _Headers = {}
+    if cache is not None:
+        # Parsing an index takes longer than all else here, so its shards are taken to be those in
+        # the folder.  Where they are others the key is none that was kept: it covers both.
+        with contextlib.suppress(UsageError):
+            headers = _read_headers(files.folder, shards_of(files.folder, None))
+            found = _kept(cache, files, _content_key(files, headers))
+            if found is not None:
+                return found
+    index = None if files.index is None else parse_index(files.index, files.folder / INDEX_NAME)
+    shards = shards_of(files.folder, index)
+    if shards != [*headers]:
+        headers = _read_headers(files.folder, shards)
+    key = _content_key(files, headers)
+    found = None if cache is None else _kept(cache, files, key)
+    if found is None:
+        found = _checkpoint(files, index, headers, key)
+        if cache is not None:
+            save_entry(_entry(cache, key), found)
+    return found
 
 
 def _read_files(path: Path) -> _Files:
-    """Read configs, index and headers of the folder at `path`; only the index is parsed."""
+    """Read the configs and the index of the folder at `path`."""
     folder = path.absolute()
     if not folder.is_dir():
         raise UsageError(f"{path}: no such folder", "Give the folder that holds config.json.")
@@ -103,26 +123,46 @@ def _read_files(path: Path) -> _Files:
     quant_config = None
     if os.path.lexists(folder / QUANT_CONFIG_NAME):
         quant_config = read_file(folder / QUANT_CONFIG_NAME, _QUANT_CONFIG_LIMIT)
-    index = read_index(folder)
-    headers: dict[str, RawHeader] = {}
+    return _Files(folder, config, quant_config, read_index(folder))
+
+
+def _read_headers(folder: Path, shards: Iterable[str]) -> _Headers:
+    headers: _Headers = {}
     total = 0
-    for shard in shards_of(folder, index):
+    for shard in shards:
         headers[shard] = read_header(folder / shard)
         total += len(headers[shard].raw)
         if total > _HEADERS_LIMIT:
             raise UsageError(
                 f"{folder}: headers of more than {_HEADERS_LIMIT} bytes in all", DOWNLOAD_HINT
             )
-    parts = [(CONFIG_NAME, config, 0), (QUANT_CONFIG_NAME, quant_config or b"", 0)]
-    parts.append((INDEX_NAME, index.raw if index else b"", 0))
+    return headers
+
+
+def _content_key(files: _Files, headers: _Headers) -> str:
+    parts = [(CONFIG_NAME, files.config, 0), (QUANT_CONFIG_NAME, files.quant_config or b"", 0)]
+    parts.append((INDEX_NAME, files.index or b"", 0))
     parts += [(shard, header.raw, header.file_size) for shard, header in headers.items()]
-    return _Files(folder, config, quant_config, index, headers, _digest(parts))
+    return _digest(parts)
+
+
+def _entry(cache: Path, content_key: str) -> Path:
+    return cache / f"{content_key[:32]}-{_code_key()[:16]}.json"
+
+
+def _kept(cache: Path, files: _Files, content_key: str) -> Checkpoint | None:
+    """The facts kept under the key, as those of this folder."""
+    found = load_entry(_entry(cache, content_key), Checkpoint)
+    if found is None or found.content_key != content_key:
+        return None
+    return replace(found, path=str(files.folder), name=repository_name(files.folder))
 
 
 def _digest(parts: Iterable[tuple[str, bytes, int]]) -> str:
     digest = hashlib.sha256()
     for label, raw, size in parts:
-        digest.update(f"{len(label)} {label} {len(raw)} {size} ".encode())
+        text = f"{len(label)} {label} {len(raw)} {size} "
+        digest.update(text.encode(errors="surrogateescape"))  # a file's name may be any bytes
         digest.update(raw)
     return digest.hexdigest()
 
@@ -135,7 +175,9 @@ def _code_key() -> str:
     return _digest((source.name, source.read_bytes(), 0) for source in sources)
 
 
-def _checkpoint(files: _Files) -> Checkpoint:
+def _checkpoint(
+    files: _Files, index: Index | None, headers: _Headers, content_key: str
+) -> Checkpoint:
     folder = files.folder
     config_source, quant_source = str(folder / CONFIG_NAME), str(folder / QUANT_CONFIG_NAME)
     raw_config = parse_object(files.config, config_source)
@@ -143,7 +185,7 @@ def _checkpoint(files: _Files) -> Checkpoint:
     if files.quant_config is not None:
         raw_quant = parse_object(files.quant_config, quant_source)
     config = read_config(raw_config, raw_quant, config_source, quant_source)
-    names, stored = _read_shards(files)
+    names, stored = _read_shards(folder, index, headers)
 
     stages = _draft_stages([*stored.kept, *(f"{name}." for name in stored.tallies)], config)
     layers = expert_layers(
@@ -152,7 +194,7 @@ def _checkpoint(files: _Files) -> Checkpoint:
     declared_main, main_notes = declared(config, layers, Role.MAIN)
     declared_draft, draft_notes = declared(config, layers, Role.DRAFT)
     notes = [*config.notes, *main_notes, *draft_notes, *_layer_notes(layers, stages, config)]
-    notes += _stored_notes(stored, files.index.total_size if files.index else None)
+    notes += _stored_notes(stored, index.total_size if index else None)
     return Checkpoint(
         path=str(folder),
         name=repository_name(folder),
@@ -164,29 +206,30 @@ def _checkpoint(files: _Files) -> Checkpoint:
         declared_draft=declared_draft,
         layers=layers,
         draft_stages=stages,
-        tensors=tuple(_tensors(names, stored, files.index)),
+        tensors=tuple(_tensors(names, stored, index)),
         tensor_count=stored.tensor_count,
         payload_bytes=stored.payload_bytes,
-        shard_count=len(files.headers),
-        content_key=files.content_key,
+        shard_count=len(headers),
+        content_key=content_key,
         notes=tuple(notes),
-        indexed=files.index is not None,
+        indexed=index is not None,
     )
 
 
-def _read_shards(files: _Files) -> tuple[Iterable[str], _Stored]:
+def _read_shards(
+    folder: Path, index: Index | None, headers: _Headers
+) -> tuple[Iterable[str], _Stored]:
     """The names of the tensors to keep, in order, and what the shards hold."""
     stored = _Stored()
-    index = files.index
     names: Iterable[str] = stored.kept
-    keep: dict[str, list[str]] = {shard: [] for shard in files.headers}
+    keep: dict[str, list[str]] = {shard: [] for shard in headers}
     if index is not None:
         listed = listed_tensors(index)
         names = kept_names(index.weight_map)
         for name in names:
             keep[index.weight_map[name]].append(name)
-    for shard, raw in files.headers.items():
-        header = parse_header(raw, files.folder / shard)
+    for shard, raw in headers.items():
+        header = parse_header(raw, folder / shard)
         if index is None:
             _add_shard(stored, shard, header, set(header.tensors), kept_names(header.tensors))
         else:

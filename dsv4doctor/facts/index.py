@@ -18,19 +18,23 @@ _INDEX_LIMIT = 128 * MIB
 
 @dataclass(frozen=True)
 class Index:
-    raw: bytes
     weight_map: dict[str, str]
     """Tensor -> shard, in the file's order."""
     total_size: Any
     """As written; None when it is not there."""
 
 
-def read_index(folder: Path) -> Index | None:
-    """The folder's index, every shard in it a name inside the folder; None: there is none."""
+def read_index(folder: Path) -> bytes | None:
+    """The folder's index, not looked at yet; None: there is none."""
     path = folder / INDEX_NAME
-    if not os.path.lexists(path):
-        return None
-    raw = read_file(path, _INDEX_LIMIT)
+    return read_file(path, _INDEX_LIMIT) if os.path.lexists(path) else None
+
+
+def parse_index(raw: bytes, path: Path) -> Index:
+    """What the index `raw`, of the file at `path`, says.
+
+    Raises UsageError unless it gives every tensor a shard, a name inside the folder.
+    """
     content = parse_object(raw, str(path))
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -44,7 +48,7 @@ def read_index(folder: Path) -> Index | None:
         check_shard_name(shard, str(path))
     metadata = content.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return Index(raw, weight_map, total_size)
+    return Index(weight_map, total_size)
 
 
 def check_shard_name(shard: str, source: str) -> None:
