@@ -286,7 +286,9 @@ def _updated(
 
 def write(run: Run, destinations: Mapping[str, str]) -> None:
     """The run in each format, file -> format."""
-    from dsv4doctor.report.formats import render
+    if not destinations:
+        return
+    from dsv4doctor.report.formats import render  # every format's code: most runs write none
 
     for file, name in destinations.items():
         deliver(render(name, run), file, "--report")

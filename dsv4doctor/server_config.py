@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 
 def flags_of(path: Path) -> tuple[str, ...]:
     """The keys of the file at `path` as flags; a switch that is off is none.
@@ -19,6 +17,8 @@ def flags_of(path: Path) -> tuple[str, ...]:
     () where it holds no mapping: what is wrong with it SGLang says itself.  Raises OSError where it
     cannot be read.
     """
+    import yaml  # most launches have no such file
+
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except (yaml.YAMLError, ValueError, RecursionError):

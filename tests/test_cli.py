@@ -105,6 +105,18 @@ def test_help_imports_nothing_heavy(environment: dict[str, str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_check_imports_what_it_needs_only(environment: dict[str, str]) -> None:
+    """A repeated trace is mostly imports."""
+    code = (
+        "import sys; from dsv4doctor import checking; checking.write(None, {})\n"
+        "print(sorted({'yaml', 'libcst', 'dsv4doctor.report.html'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_version(in_process: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert in_process("--version") == 0
     assert __version__ in capsys.readouterr().out
