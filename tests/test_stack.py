@@ -183,6 +183,19 @@ def test_environment_without_sglang(environment: tuple[Path, Path]) -> None:
     assert stack == Stack(str(python), here, (Package("torch", "2.11.0", None, None),))
 
 
+def test_only_a_metadata_header_counts(environment: tuple[Path, Path]) -> None:
+    python, site = environment
+    text = "Name: torch\nSummary: has\n  Name: folded\nVersion: 2.11.0\n\nName: x\nVersion: 9\n"
+    write(site / "torch-2.11.0.dist-info" / "METADATA", text)
+    write(site / "triton-3.6.0.egg-info" / "PKG-INFO", "Name: triton\r\nVersion: 3.6.0\r\n\r\n9")
+    write(site / "kernels-1.0.egg-info", "Name: kernels\nVersion: 1.0\n")
+    write(site / "torchao-1.0.dist-info" / "METADATA", "\nName: torchao\nVersion: 1.0\n")
+    (site / "xgrammar-1.0.dist-info").mkdir()
+    stack, _ = read_stack(python)
+    found = {package.name: package.version for package in stack.packages}
+    assert found == {"torch": "2.11.0", "triton": "3.6.0", "kernels": "1.0"}
+
+
 def test_installed_sglang_is_found_and_not_imported(environment: tuple[Path, Path]) -> None:
     python, site = environment
     small_tree(site)

@@ -68,13 +68,16 @@ _HINT = "give the Python of the serving environment: --python /path/to/venv/bin/
 # Runs in the target interpreter, Python 3.8 or newer, with its standard library only.  The
 # folder it is started in is not where the server will run, so it leaves sys.path.
 _PROBE = """
-import importlib.util, json, os, platform, sys
+import email, importlib.util, json, os, platform, sys
 from importlib import metadata
 sys.path[:1] = [entry for entry in sys.argv[1].split(os.pathsep) if entry]
 packages, editable = {}, False
 for found in metadata.distributions():
     try:
-        name, version = found.metadata["Name"], found.version
+        # found.metadata would parse a whole README after the header.
+        text = found.read_text("METADATA") or found.read_text("PKG-INFO") or found.read_text("")
+        header = email.message_from_string(text.partition("\\n\\n")[0])
+        name, version = header["Name"], header["Version"]
         if isinstance(name, str) and isinstance(version, str) and name not in packages:
             packages[name] = version
             if name.lower() == "sglang":
