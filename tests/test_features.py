@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv4doctor.facts import callsite
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.flags import ENGINES, advice, foreign_options, options_of
 from dsv4doctor.models import SglangTree
@@ -84,3 +85,14 @@ def test_advice() -> None:
     assert advice(["--nothing-like-it"], ["--tp"]) is None
     flags = ("--tp", "4", "--max-model-len=1", "--max-model-len", "2")
     assert foreign_options(flags) == ("--max-model-len",)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_text_of_a_call(tmp_path: Path, end: str) -> None:
+    """Columns of Python's parser are in bytes, and a form feed ends no line of its."""
+    lines = ["\f", 'x = "ü", kernel("é", (', '    inner("日本", 1)\f,', '), "ö"), "ä"', "y = 1"]
+    file = tmp_path / "layer.py"
+    file.write_bytes(end.join(lines).encode())
+    assert callsite._call_text(file, 2) == 'kernel("é", (\n    inner("日本", 1)\f,\n), "ö")'
+    assert callsite._call_text(file, 3) == 'inner("日本", 1)'
+    assert callsite._call_text(file, 5) is None

@@ -48,4 +48,15 @@ def _call_text(path: Path, line: int) -> str | None:
         return None
     # A call's first line also starts the calls among its arguments: the outermost is meant.
     outermost = max(starting, key=lambda node: (node.end_lineno or 0) - node.lineno)
-    return ast.get_source_segment(source, outermost)
+    return _segment(source, outermost)
+
+
+def _segment(source: str, node: ast.Call) -> str:
+    """`node`'s part of `source`; ast.get_source_segment takes as long as parsing does."""
+    last_line, last_column = node.end_lineno, node.end_col_offset
+    assert last_line is not None
+    # Columns are in bytes; reading the file has made every end of line "\n".
+    lines = [line.encode() for line in source.split("\n")[node.lineno - 1 : last_line]]
+    lines[-1] = lines[-1][:last_column]
+    lines[0] = lines[0][node.col_offset :]
+    return b"\n".join(lines).decode()
