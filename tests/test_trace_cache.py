@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from tracing import BOTH_TRITON, EAGLE, changed_tree, request
 
+from dsv4doctor.audit import Settings, request_of
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.models import Arch, SglangTree, Trace
+from dsv4doctor.target import Options, resolve
 from dsv4doctor.trace import cache, session
 from dsv4doctor.trace.session import trace_launch, trace_launches
 
@@ -118,7 +120,9 @@ def test_any_changed_byte_of_the_tree_misses(tree: SglangTree, model: Path, tmp_
     assert cache.key(request(copy, model)) == before  # by content, not by time
 
 
-@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
+)
 def test_any_changed_byte_of_the_checkpoint_misses(
     file: str, tree: SglangTree, model: Path
 ) -> None:
@@ -137,6 +141,64 @@ def test_a_changed_header_misses(tree: SglangTree, model: Path) -> None:
         file.seek(8)
         file.write(header.replace(b'"F32"', b'"I32"', 1))
     assert cache.key(request(tree, model)) != before
+
+
+def test_a_command_misses_what_changed_and_finds_again_what_was_put_back(
+    tree: SglangTree, model: Path, tmp_path: Path
+) -> None:
+    """As the command line resolves a launch, with everything that it keeps between runs."""
+    sglang = changed_tree(tree, tmp_path / "tree", "srt/server_args.py", "# one")
+
+    def key(*flags: str, env: tuple[str, ...] = ()) -> str:
+        said = ("--tp", "4", *EAGLE, *flags)
+        options = Options(str(model), said, sglang=sglang.root, arch="sm_120", env=env)
+        return cache.key(request_of(resolve(options), Settings()))
+
+    before = key()
+    keys = {key("--disable-radix-cache"), key(env=("SGLANG_X=1",))}
+    shard = sorted(model.glob("*.safetensors"))[3]
+    for file, old, new in (
+        (model / "config.json", b'"vocab_size"', b'"vocab_sizes"'),
+        (model / "hf_quant_config.json", b"NVFP4", b"NVFP5"),
+        (model / "model.safetensors.index.json", b'"total_size": 1', b'"total_size": 2'),
+        (shard, b'"F32"', b'"I32"'),
+        (Path(sglang.root) / "sglang" / "srt" / "server_args.py", b"# one", b"# two"),
+    ):
+        was = file.stat()
+        _replace(file, old, new)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+        keys.add(key())
+        _replace(file, new, old)
+        assert key() == before
+    assert len(keys - {before}) == 7
+    shard.rename(shard.with_suffix(".gone"))
+    with pytest.raises(UsageError, match="which is not there"):
+        key()
+
+
+def _replace(file: Path, old: bytes, new: bytes) -> None:
+    """Once, near the start of `file`, which may be mostly holes."""
+    with file.open("r+b") as opened:
+        start = opened.read(4 << 20)
+        assert old in start
+        opened.seek(0)
+        opened.write(start.replace(old, new, 1))
+        if len(old) != len(new):
+            opened.truncate()
+
+
+@pytest.mark.parametrize("package", ["facts", "kernels", "models", "trace"])
+def test_our_own_code_is_in_the_key(
+    package: str, tree: SglangTree, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(tree, model)
+    before, real = cache.key(asked), cache.content_hash
+    ours = Path(cache.__file__).parent.parent / package
+    assert any(ours.glob("*.py"))
+    monkeypatch.setattr(
+        cache, "content_hash", lambda root: "other" if root.samefile(ours) else real(root)
+    )
+    assert cache.key(asked) != before
 
 
 def _keys_of_a_changed_draft(draft: Path, flags: list[str], hub: Path) -> tuple[object, object]:

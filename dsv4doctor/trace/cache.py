@@ -1,7 +1,7 @@
 """Traces by content: an identical one is read back, and any changed byte misses.
 
 The key covers the SGLang tree, the checkpoint's config and headers, the flags, the environment,
-the GPU, the interpreter's packages and our own worker.  Hashing a tree takes most of a second, so
+the GPU, the interpreter's packages and our own code.  Hashing a tree takes most of a second, so
 its content hash is remembered beside a list of its files' size, times and inode; only when that
 list differs is the tree read again.
 """
@@ -30,6 +30,9 @@ from dsv4doctor.wheels import default_cache
 if TYPE_CHECKING:
     from dsv4doctor.trace.session import TraceRequest
 
+_CODE = ("facts", "kernels", "models", "trace")
+"""Our own packages that a trace comes from."""
+
 
 def folder() -> Path:
     """Where dsv4doctor keeps what it can make again."""
@@ -54,10 +57,10 @@ def key(request: TraceRequest, hashes: dict[Path, str] | None = None) -> str:
                 "a tree that is traced has to be readable as a whole",
             ) from error
 
+    ours = Path(__file__).parent.parent
     described = {
         "tool": __version__,
-        "worker": content(Path(__file__).parent),
-        "kernels": content(Path(__file__).parent.parent / "kernels"),
+        "code": [content(ours / name) for name in _CODE],
         "tree": content(Path(request.tree.root) / "sglang"),
         "version": request.tree.version,
         "metadata": metadata_text(request.tree),
