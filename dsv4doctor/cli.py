@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -306,7 +307,10 @@ def main() -> None:
         from click.shell_completion import shell_complete
 
         sys.exit(shell_complete(cli, {}, "dsv4doctor", _COMPLETE, os.environ[_COMPLETE]))
-    sys.exit(run())
+    code = run()
+    # Python's last collections would walk through all that is held: a tenth of a repeated trace.
+    gc.freeze()
+    sys.exit(code)
 
 
 @contextlib.contextmanager
