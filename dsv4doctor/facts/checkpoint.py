@@ -93,25 +93,28 @@ def read_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
     """
     files = _read_files(path)
     headers: _Headers = {}
+    key = ""
     if cache is not None:
         # Parsing an index takes longer than all else here, so its shards are taken to be those in
         # the folder.  Where they are others the key is none that was kept: it covers both.
         with contextlib.suppress(UsageError):
             headers = _read_headers(files.folder, shards_of(files.folder, None))
-            found = _kept(cache, files, _content_key(files, headers))
+            key = _content_key(files, headers)
+            found = _kept(cache, files, key)
             if found is not None:
                 return found
     index = None if files.index is None else parse_index(files.index, files.folder / INDEX_NAME)
     shards = shards_of(files.folder, index)
     if shards != [*headers]:
         headers = _read_headers(files.folder, shards)
-    key = _content_key(files, headers)
-    found = None if cache is None else _kept(cache, files, key)
-    if found is None:
-        found = _checkpoint(files, index, headers, key)
-        if cache is not None:
-            save_entry(_entry(cache, key), found)
-    return found
+        key = _content_key(files, headers)
+        found = None if cache is None else _kept(cache, files, key)
+        if found is not None:
+            return found
+    checkpoint = _checkpoint(files, index, headers, key)
+    if cache is not None:
+        save_entry(_entry(cache, key), checkpoint)
+    return checkpoint
 
 
 def _read_files(path: Path) -> _Files:
