@@ -79,6 +79,7 @@ NAMES = {
     "ampere_sgemm_128x64_tn": "gemm-fp32",
     "cutlass_tensorop_s1688tf32gemm_256x128_16x3_nn_align4": "gemm-fp32",
     "nvjet_tst_128x24_64x11_2x1_v_bz_TNT": "gemm-cublas",
+    "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t, float>": "gemm-cublas",
     "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_32x1_tn_align8": "gemm-cublas",
     "ampere_bf16_s1688gemm_bf16_128x128_ldg8_f2f_stages_32x1_nn": "gemm-cublas",
     f"{_DEEP}8u, (deep_gemm::GemmType)0>(float*, int*)": "gemm-deepgemm",
