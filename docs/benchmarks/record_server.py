@@ -4,9 +4,11 @@
 
 Run it with the Python of an environment that serves SGLang (0.5.14 or newer) and has dsv4doctor
 installed.  The server gets a few layers and made-up weights (`--load-format dummy`), so that one
-GPU is enough and MODEL needs no more than its configuration, tokenizer and index: what is compared
-is dispatch, not output.  Leaves predicted.json, recorded.json (one more for every further rank),
-server.log and diff.md in FOLDER; ends with the exit code of `dsv4doctor diff`.
+GPU is enough and MODEL needs no more than its configuration, tokenizer and headers: what is
+compared is dispatch, not output.  Without a tokenizer add --skip-tokenizer-init.  Leaves
+predicted.json, recorded.json (one more for every further rank), server.log and diff.md in FOLDER;
+ends with the exit code of `dsv4doctor diff`.  With --profile FOLDER/profile gets a torch-profiler
+trace of a second prompt, for `dsv4doctor profile`.
 """
 
 import argparse
@@ -19,9 +21,11 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 LAYERS = '{"num_hidden_layers": 4}'
-PROMPT = "The capital of France is"
+PROMPT = list(range(100, 356))
+"""Token ids, so that no tokenizer is needed; one page long."""
 
 
 def main() -> int:
@@ -30,6 +34,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--port", type=int, default=30999)
     parser.add_argument("--minutes", type=float, default=15, help="to wait for the server")
+    parser.add_argument("--profile", action="store_true", help="a trace of a second prompt too")
     own, flags = _split(sys.argv[1:])
     options = parser.parse_args(own)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -66,10 +71,21 @@ def serve(options: argparse.Namespace, flags: list[str], recorded: Path) -> None
         try:
             if _answers(server, options):
                 _generate(options.port)
+                if options.profile:
+                    folder = str((options.out / "profile").absolute())
+                    body = {"output_dir": folder, "activities": ["CPU", "GPU"]}
+                    _post(options.port, "start_profile", body)
+                    _generate(options.port)
+                    _post(options.port, "stop_profile", {})
+        except OSError as error:  # recorded by then: the server died of the prompt
+            print(f"the server did not answer: {error}", file=sys.stderr)
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGTERM)
+            try:
                 server.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def _answers(server: subprocess.Popen[bytes], options: argparse.Namespace) -> bool:
@@ -85,9 +101,13 @@ def _answers(server: subprocess.Popen[bytes], options: argparse.Namespace) -> bo
 
 
 def _generate(port: int) -> None:
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    _post(port, "generate", {"input_ids": PROMPT, "sampling_params": sampling})
+
+
+def _post(port: int, what: str, body: dict[str, Any]) -> None:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/generate",
+        f"http://127.0.0.1:{port}/{what}",
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )

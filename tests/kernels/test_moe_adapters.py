@@ -1,6 +1,7 @@
 """The quant methods of the routed experts, in real SGLang trees and filled by SGLang's loader."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,10 @@ def in_sglang(sglang_tree):
     def run(version, *arguments):
         tree = sglang_tree(version).root
         command = [sys.executable, "-W", "ignore", str(PROGRAM), tree, *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the layer is small, and on the CPU
+        done = subprocess.run(
+            command, env=no_gpu, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])
 
