@@ -21,7 +21,7 @@ from dsv4doctor.models import (
     StoredFormat,
     TensorInfo,
 )
-from dsv4doctor.rules.common import in_effect, is_true, with_source
+from dsv4doctor.rules.common import flag, in_effect, is_true, with_source
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import SM120_ENVIRONMENT, checkpoint, gpus, scene
 from dsv4doctor.rules.torch_indexer import (
@@ -46,6 +46,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     fraction = args.get("mem_fraction_static")
     if not isinstance(fraction, int | float) or args.get("pp_size", 1) != 1:
         raise NotChecked("the trace resolved no memory fraction for one pipeline stage")
+    if "num_hidden_layers" in (flag(facts, "--json-model-override-args") or ""):
+        raise NotChecked("--json-model-override-args loads another number of layers")
     draft = args.get("speculative_algorithm") is not None
     yield from _prefill(facts, memory, fraction)
     need = weights(stored, _parallel(facts), draft=draft, wo_a_in_bf16=_wo_a_in_bf16(facts))

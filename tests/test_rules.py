@@ -28,6 +28,7 @@ from dsv4doctor.rules import (
     gpus_across_nodes,
     hot_path_fails,
     layer_raises,
+    memory_headroom,
     moe_sixteen_bit,
     pd_pair,
     swiglu_limit_dropped,
@@ -199,6 +200,18 @@ def test_a_way_out_of_the_experts_does_not_hide_another_path_that_fails() -> Non
 def test_hot_paths_that_were_not_traced_are_no_pass() -> None:
     (result,) = run_rules([hot_path_fails.RULE], facts("sm_120", [*MAIN_TRTLLM]))
     assert (result.outcome, result.required) == (Outcome.SKIP, False)
+
+
+def test_weights_of_layers_that_are_not_loaded_are_not_counted() -> None:
+    """Four layers of a checkpoint that is too large as a whole: a server on an H200 started."""
+    example = memory_headroom.EXAMPLES[0].facts
+    launch = example.snapshot.launch
+    assert launch is not None
+    flags = (*launch.flags, "--json-model-override-args", '{"num_hidden_layers": 4}')
+    snapshot = replace(example.snapshot, launch=replace(launch, flags=flags))
+    (result,) = run_rules([memory_headroom.RULE], replace(example, snapshot=snapshot))
+    assert result.outcome is Outcome.SKIP
+    assert "--json-model-override-args" in str(result.reason)
 
 
 def test_rules_ask_for_arguments_that_a_trace_reports() -> None:
