@@ -216,6 +216,47 @@ def test_killed_at_any_step(
     assert number > 20
 
 
+@pytest.mark.wheels
+@pytest.mark.parametrize("fault", [_fails, _is_killed], ids=["an error", "killed"])
+@pytest.mark.parametrize("action", ["apply", "revert"])
+def test_a_file_was_written_anew_before(
+    pristine_part: tuple[SglangTree, dict[str, Any]], tmp_path: Path, action: str, fault: Fault
+) -> None:
+    """Another release's file stays as it is, and what it replaced is never dropped."""
+    mine, newer = b"# mine\n", b"# of another release\n"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(newer).digest()).decode().rstrip("=")
+    for number in itertools.count(1):
+        place = Place(pristine_part, tmp_path / "place")
+        anew, record = place.root / FILES[0], next(place.root.glob("sglang-*.dist-info/RECORD"))
+        anew.write_bytes(mine)
+        place.apply()
+        record.write_text(f"{FILES[0]},sha256={digest},1\nsglang/srt/x.py,sha256=x,1\n")
+        anew.write_bytes(newer)
+        if fault is _fails:
+            with at_step(number, fault) as made, contextlib.suppress(DoctorError, OSError):
+                getattr(place, action)()
+            done = len(made) < number
+        else:
+            done = _in_child(getattr(place, action), number) == 0
+        said = restore.status(place.job.store, FIXES)
+        if said.journal is not None and said.journal.pending is not None:
+            place.recover()
+            said = restore.status(place.job.store, FIXES)
+        if said.exit_code:  # as before
+            assert anew.read_bytes() == newer
+            assert "1 of 3 patched files written anew" in said.said
+        else:
+            assert (b"FIX90" in anew.read_bytes()) == (said.journal is not None)
+        folder = place.job.store.folder
+        assert mine in {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        place.revert()
+        assert anew.read_bytes() == newer
+        assert all(place.now[name] == place.original[name] for name in FILES[1:])
+        if done:
+            break
+    assert number > 20
+
+
 def _interrupt(place: Place) -> None:
     """Apply is killed when two of the three files are in."""
     for _ in range(2):  # the first time makes folders

@@ -34,6 +34,8 @@ class Write:
     now: disk.File
     """What the plan was made on."""
     new: disk.File
+    released: bool | None = None
+    """Whether `now` is the release's own, of a file that is changed for the first time."""
 
 
 def refuse_unwritable(store: Store, files: Sequence[str]) -> None:
@@ -72,7 +74,7 @@ def carry_out(
     except OSError as error:
         with contextlib.suppress(OSError):  # it may have got there before it failed
             _settle(store, journal, journal.settled)
-        raise _unwritable(error, store.folder) from error
+        raise unwritable(error, store.folder) from error
     try:
         staged = [(disk.stage(root / write.file, write.new), write) for write in writes]
         for scratch, write in staged:
@@ -81,7 +83,7 @@ def carry_out(
     except BaseException as error:
         _take_back(store, begun, writes)
         if isinstance(error, OSError):
-            raise _unwritable(error, root) from error
+            raise unwritable(error, root) from error
         raise
 
 
@@ -107,7 +109,7 @@ def recover(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> Jo
                 _put(disk.stage(root / file, replace(wanted, owner=stand.now.owner)), root / file)
         return _settle(store, journal, target)
     except OSError as error:
-        raise _unwritable(error, root) from error
+        raise unwritable(error, root) from error
 
 
 def _same(now: disk.File, wanted: disk.File) -> bool:
@@ -124,7 +126,7 @@ def _write_down(
         store.keep(write.new.content)
         if write.file not in originals:
             now = write.now
-            originals[write.file] = Original(now.sha256, now.mode, now.link)
+            originals[write.file] = Original(now.sha256, now.mode, now.link, write.released)
     begun = replace(journal, originals=originals, pending=Pending(kind, after))
     store.save(begun)
     return begun
@@ -174,7 +176,8 @@ def _take_back(store: Store, begun: Journal, writes: Sequence[Write]) -> None:
         ) from error
 
 
-def _unwritable(error: OSError, place: Path) -> PatchRefusedError:
+def unwritable(error: OSError, place: Path) -> PatchRefusedError:
+    """What to raise for an error of the disk that left the tree as it was."""
     named = error.filename or place
     with contextlib.suppress(TypeError):
         named = os.fsdecode(named)

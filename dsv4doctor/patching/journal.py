@@ -57,6 +57,8 @@ class Original:
     sha256: str
     mode: int
     link: str | None = None
+    released: bool | None = None
+    """Whether the release (or the checkout's HEAD) of that time had these bytes; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,15 @@ class Store:
             self._prepare()
             disk.write(target, disk.File(content, 0o600))
         return name
+
+    def set_aside(self, name: str) -> Path:
+        """The bytes `name` in a file of their own that no change drops."""
+        target = self.folder / "replaced" / name
+        content = self.content(name)
+        if not target.is_file() or target.read_bytes() != content:
+            os.makedirs(target.parent, mode=0o700, exist_ok=True)
+            disk.write(target, disk.File(content, 0o600))
+        return target
 
     def prune(self, journal: Journal) -> None:
         """Drop bytes that the journal no longer names."""

@@ -111,7 +111,8 @@ def make(
         if (content := one.encode(sources[file])) != bases[file]
     }
     differing = {file for file in bases if contents.get(file, bases[file]) != current[file]}
-    return Plan(_aimed(_renewed(steps, differing), facts), tuple(applied), contents)
+    without = {file for file in differing if current[file] == bases[file]}
+    return Plan(_aimed(_renewed(steps, differing, without), facts), tuple(applied), contents)
 
 
 def carried_out(planned: Plan) -> Plan:
@@ -226,8 +227,17 @@ def _status(outcome: Outcome, is_in: bool, is_needed: bool, chosen: bool) -> Sta
     return Status.PRESENT if isinstance(outcome, Present) else Status.ABSENT
 
 
-def _renewed(steps: Sequence[Step], differing: set[str]) -> tuple[Step, ...]:
-    """Steps that are in, marked where what is in is not what would be written now."""
+def _renewed(steps: Sequence[Step], differing: set[str], without: set[str]) -> tuple[Step, ...]:
+    """Steps that are in, marked where what is in is not what would be written now.
+
+    `without`: the files that someone wrote anew, without what they had of ours.
+    """
+    steps = [
+        replace(step, status=Status.PLANNED)
+        if step.status is Status.APPLIED and without.intersection(_files(step))
+        else step
+        for step in steps
+    ]
     new = {file for step in steps if step.status is Status.PLANNED for file in _files(step)}
     written = {file for step in steps for file in _files(step)}
 

@@ -7,7 +7,7 @@ import csv
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,10 @@ _GIT_SECONDS = 20.0
 class Judge:
     """What a tree's files are held against."""
 
-    record: Mapping[str, str]
-    """File -> sha256 as RECORD writes it (urlsafe base64, no padding); empty: no RECORD."""
+    record: Mapping[str, Collection[str]]
+    """File -> sha256 as RECORD writes it (urlsafe base64, no padding); empty: no RECORD.
+
+    Several where a release was unpacked over another one."""
     root: Path
 
     def of(self, file: str, content: bytes) -> bool | None:
@@ -30,7 +32,7 @@ class Judge:
         listed = self.record.get(file)
         if listed is not None:
             digest = hashlib.sha256(content).digest()
-            return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == listed
+            return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() in listed
         return None if self.record else _as_in_git(self.root, file, content)
 
     def lacks(self, file: str) -> bool:
@@ -48,15 +50,15 @@ def judge(root: Path) -> Judge:
     return Judge(_record(root), root)
 
 
-def _record(root: Path) -> dict[str, str]:
+def _record(root: Path) -> dict[str, set[str]]:
     """The hashes of sglang's own RECORD in `root`; empty for an editable install."""
-    found: dict[str, str] = {}
+    found: dict[str, set[str]] = {}
     try:
         for path in sorted(root.glob("sglang-*.dist-info/RECORD")):
             with path.open(encoding="utf-8", newline="") as lines:
                 for row in csv.reader(lines):
                     if len(row) == 3 and row[1].startswith("sha256="):
-                        found[row[0]] = row[1].removeprefix("sha256=")
+                        found.setdefault(row[0], set()).add(row[1].removeprefix("sha256="))
     except (OSError, ValueError, csv.Error):
         return {}
     return found if any(name.startswith("sglang/srt/") for name in found) else {}

@@ -16,6 +16,7 @@ from dsv4doctor.fixes.fix import Change, Present, Refused
 from dsv4doctor.fixes.fix import Outcome as FixOutcome
 from dsv4doctor.models import Location
 from dsv4doctor.patching import diff
+from dsv4doctor.patching.journal import Applied
 from dsv4doctor.patching.plan import Status, Step
 from dsv4doctor.patching.proof import LayerChange, Proof, named
 from dsv4doctor.patching.view import Outcome
@@ -275,7 +276,17 @@ def _standing(outcome: Outcome) -> Iterator[RenderableType]:
         yield Text(f"{name}: {stand.standing.value}")
     if outcome.command == "status" and outcome.journal is not None:
         for one in outcome.journal.settled.applied:
-            yield Text(f"{one.id} in, kernel {one.kernel}, since {outcome.journal.changed}")
+            yield Text(_said_of(one, outcome))
+
+
+def _said_of(one: Applied, outcome: Outcome) -> str:
+    """Of a fix of the journal, whether it is in still."""
+    at = outcome.journal.changed if outcome.journal is not None else ""
+    if outcome.gone is None:
+        return f"{one.id} was put in, kernel {one.kernel}, {at}"
+    if gone := outcome.gone.get(one.id):
+        return f"{one.id} not in {', '.join(gone)}"
+    return f"{one.id} in, kernel {one.kernel}, since {at}"
 
 
 def _proved(proof: Proof) -> Iterator[RenderableType]:

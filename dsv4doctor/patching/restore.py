@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsv4doctor.errors import UsageError
-from dsv4doctor.fixes.fix import Fix
+from dsv4doctor.fixes.fix import Change, Fix
 from dsv4doctor.patching import disk, plan, pristine, standing, verifying
 from dsv4doctor.patching.apply import recover, refuse_unwritable
 from dsv4doctor.patching.journal import Journal, Store
 from dsv4doctor.patching.plan import Wish
-from dsv4doctor.patching.rewrite import refuse_lost, refuse_running, write
+from dsv4doctor.patching.rewrite import keep_anew, refuse_lost, refuse_running, write
 from dsv4doctor.patching.standing import Standing
 from dsv4doctor.patching.view import Asked, Outcome, changes_of, contents_of, view
 
@@ -24,11 +24,11 @@ def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
     with store.locked():
         seen = view(store, [])
         if seen.journal is None:
+            aside = keep_anew(store, seen)
             if store.load() is not None:
                 store.forget()
-            return Outcome(
-                "revert", store.tree, 0, "nothing of ours is in this tree", notes=seen.notes
-            )
+            said = "nothing of ours is in this tree"
+            return Outcome("revert", store.tree, 0, said, notes=(*seen.notes, *aside))
         held = seen.held
         missing = [name for name in asked.only if name not in {one.id for one in held}]
         if missing:
@@ -43,6 +43,7 @@ def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
         notes = refuse_running(store.tree, asked.force)
         changes = changes_of(seen, planned)
         refuse_unwritable(store, list(changes))
+        notes += keep_anew(store, seen)
         journal = write(store, seen, planned, "revert")
     # What stays is written anew, and may now lead to a kernel of ours.
     stops = verifying.of_tree(Path(store.tree.root), fixes) if kept else []
@@ -64,6 +65,7 @@ def take_all_back(store: Store) -> None:
     """The tree without any fix.  Callers hold the store's lock."""
     seen = view(store, [])
     if seen.journal is not None:
+        keep_anew(store, seen)
         nothing = plan.make([], seen.bases, contents_of(seen), None, Wish())
         write(store, seen, nothing, "revert")
 
@@ -108,8 +110,9 @@ def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
         code,
         said,
         pristine=names,
-        journal=journal,
+        journal=None if standing.is_obsolete(found) and journal.pending is None else journal,
         stands=found,
+        gone=_gone(store, fixes, journal, found),
         notes=tuple(verifying.of_tree(root, fixes, known)),
     )
 
@@ -118,13 +121,41 @@ def _said_status(journal: Journal, found: Mapping[str, standing.Stand]) -> tuple
     if journal.pending is not None:
         return 1, f"an {journal.pending.kind} was interrupted: dsv4doctor fix --recover"
     if standing.is_obsolete(found):
-        return 0, "SGLang was installed anew since it was patched: nothing of that is left"
-    strange = [name for name, one in found.items() if one.standing is not Standing.OURS]
-    if strange:
+        return 0, standing.obsolete(found)
+    strange = [one.standing for one in found.values() if one.standing is not Standing.OURS]
+    if {Standing.CHANGED, Standing.MISSING} & set(strange):
         return 1, f"{len(strange)} of the patched files changed since"
+    if strange:
+        return 1, (
+            f"{len(strange)} of {len(found)} patched files written anew since, without the fixes: "
+            "dsv4doctor fix --apply puts them in again, --revert takes the rest out"
+        )
     ids = ", ".join(one.id for one in journal.settled.applied)
     proved = "proved by trace" if journal.settled.proved else "not proved: dsv4doctor fix --apply"
     return 0, f"{ids} in, {proved}"
+
+
+def _gone(
+    store: Store, fixes: Sequence[Fix], journal: Journal, found: Mapping[str, standing.Stand]
+) -> dict[str, Sequence[str]] | None:
+    """Fix -> the files that it belongs in and is not in; None: what is in cannot be said."""
+    standings = {stand.standing for stand in found.values()}
+    if standings == {Standing.OURS}:
+        return {}
+    if journal.pending is not None or {Standing.CHANGED, Standing.MISSING} & standings:
+        return None
+    seen = view(store, fixes)
+    current = contents_of(seen)
+    planned = plan.make(fixes, seen.bases, current, None, Wish(seen.held))
+    gone: dict[str, Sequence[str]] = {}
+    for step in planned.steps:
+        if isinstance(step.outcome, Change):
+            # Not only those of the journal: in another release it goes into others.
+            files = [name for name in step.outcome.sources if current[name] == seen.bases[name]]
+        else:
+            files = [name for name in step.fix.files if name in seen.anew]
+        gone[step.fix.id] = files
+    return gone
 
 
 def _marked(root: Path, fixes: Sequence[Fix]) -> list[str]:

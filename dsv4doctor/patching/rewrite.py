@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dsv4doctor.errors import PatchRefusedError
 from dsv4doctor.fixes.fix import Change, Refused
 from dsv4doctor.models import SglangTree
 from dsv4doctor.patching import disk
-from dsv4doctor.patching.apply import Write, carry_out
-from dsv4doctor.patching.journal import Applied, Journal, State, Store
+from dsv4doctor.patching.apply import Write, carry_out, unwritable
+from dsv4doctor.patching.journal import Applied, Journal, Original, State, Store
 from dsv4doctor.patching.plan import Plan
 from dsv4doctor.patching.running import users_of
 from dsv4doctor.patching.view import View, changes_of
@@ -59,6 +60,35 @@ def refuse_running(tree: SglangTree, force: bool) -> tuple[str, ...]:
     )
 
 
+def keep_anew(store: Store, seen: View) -> tuple[str, ...]:
+    """Keep the files that somebody wrote anew, and apart from them what the journal alone has of
+    them.  Gives notes that say where.
+
+    Nothing that names them, or drops what they replaced, may be saved before.
+    """
+    try:
+        _keep_anew(store, seen)
+        return tuple(_set_aside(store, *one) for one in seen.replaced.items())
+    except OSError as error:
+        raise unwritable(error, store.folder) from error
+
+
+def _keep_anew(store: Store, seen: View) -> None:
+    for name in seen.anew:
+        store.keep(seen.files[name].content)
+
+
+def _set_aside(store: Store, name: str, original: Original) -> str:
+    try:
+        where = store.set_aside(original.sha256)
+    except PatchRefusedError as error:
+        return f"what {name} was before it was installed anew is lost: {error.message}"
+    return (
+        f"{name} was installed anew; what it was before, with changes that are no release's, is "
+        f"kept in {where}"
+    )
+
+
 def write(store: Store, seen: View, planned: Plan, kind: str) -> Journal | None:
     """The tree as `planned` says; gives the new journal."""
     journal = seen.journal or Journal(store.tree.root, store.tree.version)
@@ -71,7 +101,9 @@ def write(store: Store, seen: View, planned: Plan, kind: str) -> Journal | None:
         original = journal.originals.get(name)
         mode = original.mode if original is not None else now.mode
         link = original.link if original is not None and name not in files else None
-        writes.append(Write(name, now, disk.File(content, mode, link, owner=now.owner)))
+        new = disk.File(content, mode, link, owner=now.owner)
+        released = seen.judge.of(name, now.content) if original is None else None
+        writes.append(Write(name, now, new, released))
     return carry_out(store, journal, after, kind, writes)
 
 
@@ -83,6 +115,9 @@ def undo(store: Store, seen: View, done: Journal | None) -> None:
     """
     before = seen.journal.settled if seen.journal is not None else State()
     journal = done or Journal(store.tree.root, store.tree.version)
+    if seen.journal is not None:
+        journal = replace(journal, originals={**seen.journal.originals, **journal.originals})
+        _keep_anew(store, seen)
     writes = []
     for name, old in seen.files.items():
         written = journal.settled.files.get(name) or disk.sha256(seen.bases[name])

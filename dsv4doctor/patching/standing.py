@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from dsv4doctor.errors import PatchRefusedError
 from dsv4doctor.patching import disk
-from dsv4doctor.patching.journal import Journal, State, Store
+from dsv4doctor.patching.journal import Journal, Original, State, Store
 from dsv4doctor.patching.pristine import Judge
 
 
 class Standing(str, Enum):
     OURS = "as dsv4doctor wrote it"
     ORIGINAL = "the original"
-    RELEASED = "another release's original"
+    RELEASED = "as the SGLang that is installed now has it"
     """SGLang was reinstalled or upgraded since; it may be one that lacks the file."""
     CHANGED = "changed by someone else"
     MISSING = "missing"
@@ -45,10 +45,10 @@ def _standing(journal: Journal, file: str, now: disk.File | None, judge: Judge) 
     if now is None:
         return Standing.RELEASED if judge.lacks(file) else Standing.MISSING
     states = [journal.settled] + ([journal.pending.state] if journal.pending else [])
-    if now.sha256 in {state.files.get(file) for state in states}:
-        return Standing.OURS
     if now.sha256 == journal.originals[file].sha256:
         return Standing.ORIGINAL
+    if now.sha256 in {state.files.get(file) for state in states}:
+        return Standing.OURS
     return Standing.RELEASED if judge.of(file, now.content) else Standing.CHANGED
 
 
@@ -58,6 +58,40 @@ def is_obsolete(standing: Mapping[str, Stand]) -> bool:
     What is missing is no proof of that: its original may be the last copy.
     """
     return {stand.standing for stand in standing.values()} <= {Standing.ORIGINAL, Standing.RELEASED}
+
+
+def obsolete(standing: Mapping[str, Stand]) -> str:
+    """In words, of what `is_obsolete`."""
+    if all(stand.standing is Standing.ORIGINAL for stand in standing.values()):
+        return "every file that was patched is its original again: nothing of ours is left"
+    return "SGLang was installed anew since it was patched: nothing of that is left"
+
+
+def renewed(journal: Journal, standing: Mapping[str, Stand], judge: Judge) -> Journal:
+    """`journal` with every file that somebody wrote anew as its own original, and unchanged since:
+    that is what a change that fails, or is taken back, gives back."""
+    originals, files = dict(journal.originals), dict(journal.settled.files)
+    for name, stand in standing.items():
+        now = stand.now
+        if stand.standing is Standing.OURS:
+            continue
+        if now is None:
+            originals.pop(name)
+            files.pop(name, None)
+            continue
+        released = judge.of(name, now.content)
+        originals[name] = Original(now.sha256, now.mode, now.link, released)
+        files[name] = now.sha256
+    return replace(journal, originals=originals, settled=replace(journal.settled, files=files))
+
+
+def replaced(journal: Journal, standing: Mapping[str, Stand]) -> dict[str, Original]:
+    """The originals that the journal alone has: no release's own, and another file is there."""
+    return {
+        name: journal.originals[name]
+        for name, stand in standing.items()
+        if stand.standing is Standing.RELEASED and not journal.originals[name].released
+    }
 
 
 def refuse_foreign(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> None:
@@ -92,6 +126,6 @@ def file_in(store: Store, journal: Journal, state: State, file: str) -> disk.Fil
     """What `file` is in `state`."""
     original = journal.originals[file]
     changed = state.files.get(file)
-    if changed is None:
+    if changed in (None, original.sha256):
         return disk.File(store.content(original.sha256), original.mode, original.link)
     return disk.File(store.content(changed), original.mode)

@@ -10,7 +10,7 @@ from dsv4doctor.errors import PatchRefusedError, UsageError
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Facts, SglangTree
 from dsv4doctor.patching import disk, pristine, standing
-from dsv4doctor.patching.journal import Applied, Journal, Store
+from dsv4doctor.patching.journal import Applied, Journal, Original, Store
 from dsv4doctor.patching.plan import Plan
 from dsv4doctor.patching.proof import Proof
 from dsv4doctor.patching.standing import Standing
@@ -34,8 +34,13 @@ class View:
     """As they are."""
     bases: Mapping[str, bytes]
     journal: Journal | None
-    """None: none, or one that is out of date."""
+    """Of the files as they are, so that one which somebody wrote anew is its own original; None:
+    nothing of ours is there."""
     judge: pristine.Judge
+    anew: frozenset[str] = frozenset()
+    """The files of the journal that somebody wrote anew."""
+    replaced: Mapping[str, Original] = field(default_factory=dict)
+    """Their originals before, where no release has them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -61,6 +66,8 @@ class Outcome:
     proof: Proof | None = None
     journal: Journal | None = None
     stands: Mapping[str, standing.Stand] = field(default_factory=dict)
+    gone: Mapping[str, Sequence[str]] | None = None
+    """Fix -> the files that it belongs in and is not in; None: not known."""
     notes: tuple[str, ...] = ()
 
 
@@ -73,14 +80,16 @@ def view(store: Store, fixes: Sequence[Fix]) -> View:
     journal, judge = store.load(), pristine.judge(root)
     notes: tuple[str, ...] = ()
     found: Mapping[str, standing.Stand] = {}
+    replaced: Mapping[str, Original] = {}
     if journal is not None:
         _refuse_interrupted(journal, root)
         found = standing.stands(root, journal, judge)
+        replaced = standing.replaced(journal, found)
         if standing.is_obsolete(found):
-            journal, found = None, {}
-            notes = ("SGLang was installed anew since it was patched: nothing of that is left",)
+            journal, notes, found = None, (standing.obsolete(found),), {}
         else:
             standing.refuse_foreign(store, journal, found)
+            journal = standing.renewed(journal, found, judge)
     files: dict[str, disk.File] = {}
     for name in dict.fromkeys([*(name for fix in fixes for name in fix.files), *found]):
         try:
@@ -93,11 +102,11 @@ def view(store: Store, fixes: Sequence[Fix]) -> View:
         if now is not None:
             files[name] = now
     bases = {name: now.content for name, now in files.items()}
+    anew = frozenset(n for n, stand in found.items() if stand.standing is not Standing.OURS)
     if journal is not None:
-        for name, stand in found.items():
-            if stand.standing is Standing.OURS:
-                bases[name] = store.content(journal.originals[name].sha256)
-    return View(files, bases, journal, judge, notes)
+        for name in found.keys() - anew:
+            bases[name] = store.content(journal.originals[name].sha256)
+    return View(files, bases, journal, judge, anew & files.keys(), replaced, notes)
 
 
 def _refuse_interrupted(journal: Journal, root: Path) -> None:

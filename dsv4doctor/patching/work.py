@@ -19,6 +19,7 @@ from dsv4doctor.patching.plan import Plan, Status, Wish
 from dsv4doctor.patching.proof import Progress, Proof, facts_of, prove
 from dsv4doctor.patching.restore import take_all_back
 from dsv4doctor.patching.rewrite import (
+    keep_anew,
     refuse_cached,
     refuse_lost,
     refuse_running,
@@ -152,11 +153,13 @@ def apply(job: Job) -> Outcome:
         unproved = seen.journal is not None and not seen.journal.settled.proved
         if not draft.outcome.changes and not unproved:
             outcome = replace(draft.outcome, said=f"nothing to do: {draft.outcome.said}")
+            aside = keep_anew(job.store, seen)
             journal, said = _note_down(job.store, seen.journal, draft.facts)
             said += verifying.of_plan(draft.plan, draft.facts)
-            return _noted(replace(outcome, journal=journal), said)
+            return _noted(replace(outcome, journal=journal), (*aside, *said))
         notes = refuse_running(job.tree, job.asked.force)
         refuse_unwritable(job.store, list(draft.outcome.changes))
+        notes += keep_anew(job.store, seen)
         outcome = replace(draft.outcome, notes=(*draft.outcome.notes, *notes))
         return _apply(job, seen, replace(draft, outcome=outcome), unproved)
 
