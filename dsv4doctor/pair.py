@@ -60,7 +60,7 @@ def paired(reports: Sequence[Report], router: RouterLaunch | None = None) -> tup
     What the rules about a pair find stands in the first one, the prefill side's where there is
     one; in the other they are not checked, and say where to look.
     """
-    one, other = sorted(reports, key=lambda report: _mode(report.facts) != "prefill")
+    one, other = in_order(reports)
     mine = replace(one.facts, peer=other.facts, router=router)
     theirs = replace(other.facts, peer=one.facts, router=router)
     found = {result.rule: result for result in run_rules(PAIR_RULES, mine)}
@@ -69,6 +69,11 @@ def paired(reports: Sequence[Report], router: RouterLaunch | None = None) -> tup
         replace(one, facts=mine, results=_with(one.results, found)),
         replace(other, facts=theirs, results=_with(other.results, elsewhere)),
     )
+
+
+def in_order(reports: Sequence[Report]) -> list[Report]:
+    """The prefill side first, where there is one."""
+    return sorted(reports, key=lambda report: _mode(report.facts) != "prefill")
 
 
 def _mode(facts: Facts) -> str | None:

@@ -1,10 +1,13 @@
 """A prefill/decode pair: the scripts of a plan are a good one, and every drift in them is found."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import junitparser
 import pytest
 from planning import SM_120, boxed, standing
 
@@ -12,6 +15,7 @@ from dsv4doctor.audit import run_rules
 from dsv4doctor.errors import UsageError
 from dsv4doctor.launch import read_script
 from dsv4doctor.models import (
+    Accepted,
     Facts,
     Finding,
     Gate,
@@ -30,7 +34,8 @@ from dsv4doctor.pair import is_pair, paired, sort_scripts
 from dsv4doctor.planning.build import Ask, Ground, plan
 from dsv4doctor.planning.files import write
 from dsv4doctor.planning.render import files
-from dsv4doctor.report import markdown
+from dsv4doctor.report import github, html, junit, markdown, sarif
+from dsv4doctor.report import json as report_json
 from dsv4doctor.report.console import Style, render_run
 from dsv4doctor.router import read_router, reads_as_router
 from dsv4doctor.rules import PAIR_RULES, pd_pair
@@ -347,23 +352,110 @@ def test_scripts_are_told_apart(folder: Path) -> None:
         sort_scripts([folder / "router.sh", folder / "second.sh"], {})
 
 
-def test_what_is_about_both_stands_under_both_names(ground: Ground, folder: Path) -> None:
+@pytest.fixture
+def differing(ground: Ground, folder: Path) -> Run:
+    """A pair that disagrees about its page size, checked by two scripts."""
     drift = Drift("page_size", resolved={"page_size": 64})
     sides = [_side(ground, folder / "prefill.sh"), _side(ground, folder / "decode.sh", drift)]
     reports = paired([Report("0", side, run_rules(PAIR_RULES, side)) for side in sides])
-    named = [
-        replace(report, gate=Gate(target=name))
-        for report, name in zip(reports, ("prefill.sh", "decode.sh"), strict=True)
-    ]
-    shown = render_run(Run(tuple(named)), Style(width=100), with_findings=True)
+    return Run(
+        tuple(
+            replace(report, gate=Gate(target=name, exit_code=code))
+            for report, name, code in zip(reports, ("prefill.sh", "decode.sh"), (1, 0), strict=True)
+        )
+    )
+
+
+def test_what_is_about_both_stands_under_both_names(differing: Run) -> None:
+    shown = render_run(differing, Style(width=100), with_findings=True)
     apart, heading, both = shown.partition("Between prefill.sh and decode.sh\n")
     assert heading
     assert "DSV701" in both
     assert "DSV701" not in apart
     assert apart.count("No findings of its own.") == 2
-    apart, heading, both = markdown.render(Run(tuple(named))).partition("## Between")
+    apart, heading, both = markdown.render(differing).partition("## Between")
     assert both.startswith(" prefill.sh and decode.sh\n")
     assert ("DSV701" in apart, "DSV701" in both) == (False, True)
+
+
+def test_html_has_a_part_between_the_two(differing: Run) -> None:
+    page = html.render(differing)
+    apart, heading, both = page.partition('<section id="between"><h1>Between prefill.sh and decode')
+    assert heading
+    assert ("DSV701 <code>" in apart, "DSV701 <code>" in both) == (False, True)
+    assert apart.count("None of its own.") == 2
+    link = 'fails</span> <a href="#between">Between prefill.sh and decode.sh</a>'
+    assert link in apart
+
+
+def test_html_of_a_pair_that_agrees_has_none(differing: Run) -> None:
+    agreeing = Run(tuple(replace(one, results=()) for one in differing.reports))
+    assert "between" not in html.render(agreeing)
+
+
+def test_sarif_points_into_both_scripts(differing: Run, folder: Path) -> None:
+    plain = json.loads(sarif.render(differing))
+    schema = Path(__file__).parent / "data" / "sarif-2.1.0-rtm.5.json"
+    jsonschema.Draft4Validator(json.loads(schema.read_text(encoding="utf-8"))).validate(plain)
+    [result] = [one for run in plain["runs"] for one in run["results"]]
+    assert result["ruleId"] == "DSV701"
+    assert result["message"]["text"].startswith("prefill.sh and decode.sh: page_size: ")
+    assert result["properties"]["targets"] == ["prefill.sh", "decode.sh"]
+    places = [
+        [one["physicalLocation"]["artifactLocation"]["uri"] for one in result[key]]
+        for key in ("locations", "relatedLocations")
+    ]
+    assert places == [[(folder / f"{side}.sh").as_uri()] for side in ("prefill", "decode")]
+
+
+def test_junit_has_a_suite_of_the_two(differing: Run, tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(junit.render(differing), encoding="utf-8")
+    prefill, decode, both = junitparser.JUnitXml.fromfile(str(tmp_path / "junit.xml"))
+    assert (prefill.failures, decode.failures, both.failures) == (0, 0, 1)
+    assert both.name == "prefill.sh and decode.sh"
+    cases = {suite.name: {case.name[:6] for case in suite} for suite in (prefill, decode, both)}
+    about = {rule.id for rule in PAIR_RULES}
+    assert cases[both.name] == about
+    assert not about & (cases[prefill.name] | cases[decode.name])
+    assert {case.classname for case in both} == {"dsv4doctor.prefill.sh and decode.sh"}
+
+
+def test_annotations_name_both(differing: Run) -> None:
+    assert "title=prefill.sh and decode.sh%3A DSV701 page_size" in github.render(differing)
+
+
+def test_json_names_both(differing: Run) -> None:
+    plain = json.loads(report_json.render_run(differing))
+    docs = Path(__file__).parent.parent / "docs"
+    schema = json.loads((docs / "report.schema.json").read_text(encoding="utf-8"))
+    for report in plain["reports"]:
+        jsonschema.Draft202012Validator(schema).validate(report)
+    [[found], none] = [report["findings"] for report in plain["reports"]]
+    assert (found["rule"], found["targets"]) == ("DSV701", ["prefill.sh", "decode.sh"])
+    assert none == []
+
+
+def test_accepted_of_a_pair_is_accepted_of_both(differing: Run, tmp_path: Path) -> None:
+    prefill, decode = differing.reports
+    [finding] = prefill.findings
+    gate = replace(prefill.gate, accepted=(Accepted(finding, "suppression", "a lab"),))
+    results = tuple(replace(one, findings=()) for one in prefill.results)
+    run = Run((replace(prefill, gate=gate, results=results), decode))
+    (tmp_path / "junit.xml").write_text(junit.render(run), encoding="utf-8")
+    skipped = {
+        suite.name: [
+            case.name for case in suite if any(one.type == "suppression" for one in case.result)
+        ]
+        for suite in junitparser.JUnitXml.fromfile(str(tmp_path / "junit.xml"))
+    }
+    assert skipped == {
+        "prefill.sh": [],
+        "decode.sh": [],
+        "prefill.sh and decode.sh": ["DSV701 page_size"],
+    }
+    plain = json.loads(report_json.render_run(run))
+    [accepted] = plain["reports"][0]["accepted"]
+    assert accepted["finding"]["targets"] == ["prefill.sh", "decode.sh"]
 
 
 def test_reports_of_a_pair(ground: Ground, folder: Path) -> None:

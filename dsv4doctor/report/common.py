@@ -6,24 +6,39 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
-from dsv4doctor.models import Facts, Finding, Gate, Remedy, Report, Run, Severity
+from dsv4doctor.models import Facts, Finding, Remedy, Report, Run, Severity
+from dsv4doctor.pair import in_order
 from dsv4doctor.rules import PAIR_RULES
 
-_ABOUT_PAIRS = frozenset(rule.id for rule in PAIR_RULES)
+ABOUT_PAIRS = frozenset(rule.id for rule in PAIR_RULES)
 COMMAND_LINE = "command line"
 """How a launch without a script calls its source."""
 
 
-def script(facts: Facts, finding: Finding) -> tuple[str, int] | None:
-    """The user's own file to point at: the launch script and the line of its SGLang command, or
-    the router's script where the finding is about that."""
+def scripts(facts: Facts, finding: Finding) -> tuple[tuple[str, int], ...]:
+    """The user's own files to point at, the one to show first: the launch script and the line of
+    its SGLang command, of a finding about a pair that of the other side too, and before them the
+    router's script where the finding is about that."""
+    sides = [facts, facts.peer] if finding.rule in ABOUT_PAIRS else [facts]
+    launches = [side.snapshot.launch for side in sides if side is not None]
+    found = [
+        (launch.source, max(1, launch.line or 1))
+        for launch in launches
+        if launch is not None and launch.source != COMMAND_LINE
+    ]
     router = facts.router
     if router is not None and any(one.file == router.source for one in finding.locations):
-        return router.source, max(1, router.line)
-    launch = facts.snapshot.launch
-    if launch is None or launch.source == COMMAND_LINE:
-        return None
-    return launch.source, max(1, launch.line or 1)
+        found.insert(0, (router.source, max(1, router.line)))
+    return tuple(dict.fromkeys(found))
+
+
+def names_of(run: Run) -> tuple[str, ...]:
+    """The targets that are a pair; empty: there is none."""
+    return tuple(str(one.gate.target) for one in run.reports if one.facts.peer is not None)
+
+
+def is_about_pair(finding: Finding) -> bool:
+    return finding.rule in ABOUT_PAIRS
 
 
 def of_one(report: Report) -> Report:
@@ -31,19 +46,21 @@ def of_one(report: Report) -> Report:
     if report.facts.peer is None:
         return report
     results = [
-        replace(result, findings=()) if result.rule in _ABOUT_PAIRS else result
+        replace(result, findings=()) if result.rule in ABOUT_PAIRS else result
         for result in report.results
     ]
     return replace(report, results=tuple(results))
 
 
 def between(run: Run) -> Iterator[tuple[str, Report]]:
-    """The names of a pair's servers, and a report with nothing but what was found about both."""
-    names = " and ".join(str(report.gate.target) for report in run.reports)
-    for report in run.reports:
-        found = tuple(one for one in report.results if one.rule in _ABOUT_PAIRS and one.findings)
-        if report.facts.peer is not None and found:
-            yield names, replace(report, results=found, gate=Gate())
+    """Of a pair its servers' names, and a report with nothing but the rules about both."""
+    sides = [report for report in run.reports if report.facts.peer is not None]
+    if sides:
+        one = in_order(sides)[0]
+        results = tuple(result for result in one.results if result.rule in ABOUT_PAIRS)
+        accepted = tuple(one for one in one.gate.accepted if is_about_pair(one.finding))
+        gate = replace(one.gate, accepted=accepted, notes=(), undetermined=None)
+        yield " and ".join(names_of(run)), replace(one, results=results, gate=gate)
 
 
 def what_to_do(remedy: Remedy) -> str:

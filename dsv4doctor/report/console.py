@@ -87,6 +87,8 @@ def render_run(run: Run, style: Style, *, with_findings: bool) -> str:
 def _between(run: Run) -> Iterator[list[RenderableType | Unwrapped]]:
     """What is about two servers stands under the names of both."""
     for names, pair in between(run):
+        if not pair.findings:
+            continue
         yield [Text(f"Between {names}", style="bold reverse"), *_findings(pair)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsv4doctor.models import Failure, Report, Run, Severity
-from dsv4doctor.report.common import by_severity, lines, script
+from dsv4doctor.report.common import by_severity, is_about_pair, lines, names_of, scripts
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
@@ -19,16 +19,17 @@ def render(run: Run) -> str:
             hint = f"\n{outcome.hint}" if outcome.hint else ""
             said.append(_command("error", f"{outcome.target}: {outcome.message}{hint}", {}))
         else:
-            said += _report(outcome, several)
+            said += _report(outcome, several, " and ".join(names_of(run)))
     return "".join(f"{line}\n" for line in said)
 
 
-def _report(report: Report, several: bool) -> Iterator[str]:
+def _report(report: Report, several: bool, pair: str) -> Iterator[str]:
     name = f"{report.gate.target}: " if several else ""
     for finding in by_severity(report):
-        place = script(report.facts, finding)
-        at = {"file": place[0], "line": str(place[1])} if place else {}
-        title = f"{name}{finding.rule} {finding.subject}"
+        places = scripts(report.facts, finding)
+        at = {"file": places[0][0], "line": str(places[0][1])} if places else {}
+        about = f"{pair}: " if pair and is_about_pair(finding) else name
+        title = f"{about}{finding.rule} {finding.subject}"
         yield _command(_COMMANDS[finding.severity], lines(finding), {**at, "title": title})
     if report.gate.undetermined is not None:
         yield _command("error", f"{name}not determined: {report.gate.undetermined}", {})

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dsv4doctor import __version__
 from dsv4doctor.errors import shortened
 from dsv4doctor.folding import fold
+from dsv4doctor.gate import fails
 from dsv4doctor.models import (
     Failure,
     Finding,
@@ -21,7 +23,7 @@ from dsv4doctor.models import (
     Run,
     Verdict,
 )
-from dsv4doctor.report.common import by_severity, target_name, what_to_do
+from dsv4doctor.report.common import between, by_severity, of_one, target_name, what_to_do
 from dsv4doctor.report.console import summary
 from dsv4doctor.report.html_path import diagrams, place, prose, sources, text
 from dsv4doctor.report.html_style import STYLE
@@ -33,8 +35,6 @@ _MARKS = {
     Verdict.UNKNOWN: "?",
 }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_NONE = '<p class="card">None.</p>'
-_NONE_ELSE = '<p class="card">None beside those accepted.</p>'
 
 
 def render(run: Run) -> str:
@@ -46,6 +46,11 @@ def render(run: Run) -> str:
     sections = [
         _failure(outcome, number) if isinstance(outcome, Failure) else _report(outcome, number)
         for number, outcome in enumerate(run.outcomes, 1)
+    ]
+    sections += [
+        f'<section id="between"><h1>Between {text(both)}</h1>{_findings(pair)}</section>\n'
+        for both, pair in between(run)
+        if pair.findings
     ]
     title = text(f"dsv4doctor: {', '.join(names)}")
     return (
@@ -65,6 +70,11 @@ def _contents(run: Run, names: Sequence[str]) -> str:
         f'<li>{_badge(outcome)} <a href="#target-{number}">{text(name)}</a></li>'
         for number, (name, outcome) in enumerate(zip(names, run.outcomes, strict=True), 1)
     )
+    for both, pair in between(run):
+        if pair.findings:
+            code = int(any(fails(finding, pair.gate.fail_on) for finding in pair.findings))
+            badge = _badge(replace(pair, gate=replace(pair.gate, exit_code=code)))
+            rows += f'<li>{badge} <a href="#between">Between {text(both)}</a></li>'
     return f'<nav class="card"><ul>{rows}</ul></nav>\n'
 
 
@@ -85,7 +95,8 @@ def _failure(failure: Failure, number: int) -> str:
 
 
 def _report(report: Report, number: int) -> str:
-    parts = [_summary(report), _layers(report), _findings(report), _path(report), _rest(report)]
+    own = of_one(report)
+    parts = [_summary(own), _layers(own), _findings(own), _path(own), _rest(own)]
     return f'<section id="target-{number}">{"".join(parts)}</section>\n'
 
 
@@ -194,7 +205,9 @@ def _findings(report: Report) -> str:
         for result in report.results
         if result.outcome is Outcome.CRASH
     )
-    none = _NONE_ELSE if report.gate.accepted else _NONE
+    own = " of its own" if report.facts.peer is not None else ""
+    others = " beside those accepted" if report.gate.accepted else ""
+    none = f'<p class="card">None{own}{others}.</p>'
     return f"<h2>Findings</h2>{body or none}{crashed}"
 
 

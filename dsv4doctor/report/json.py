@@ -22,6 +22,7 @@ from dsv4doctor.models import (
     Step,
     Trace,
 )
+from dsv4doctor.report.common import is_about_pair, names_of
 
 SCHEMA = "dsv4doctor-report/1"
 
@@ -36,7 +37,7 @@ def render(report: Report) -> str:
 def render_run(run: Run) -> str:
     """The report; of several targets, all of them in one object."""
     reports = [
-        document(outcome) if isinstance(outcome, Report) else _failure(outcome)
+        document(outcome, names_of(run)) if isinstance(outcome, Report) else _failure(outcome)
         for outcome in run.outcomes
     ]
     if len(reports) == 1:
@@ -91,8 +92,8 @@ def failed(kind: str, message: str, hint: str | None) -> dict[str, Any]:
     return {**_head(__version__), **empty, "errors": errors}
 
 
-def document(report: Report) -> dict[str, Any]:
-    """`report` as plain values, in the schema's order."""
+def document(report: Report, pair: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`report` as plain values, in the schema's order; `pair`: its targets' names, of two."""
     facts = report.facts
     snapshot, trace = facts.snapshot, facts.trace
     return {
@@ -110,8 +111,8 @@ def document(report: Report) -> dict[str, Any]:
         "environment_overwritten": _environment(trace),
         "layers": [_layer(layer) for layer in trace.layers] if trace else [],
         "paths": [jsonio.to_plain(path) for path in trace.paths] if trace else [],
-        "findings": [_finding(finding, facts) for finding in report.findings],
-        "accepted": [_accepted(one, facts) for one in report.gate.accepted],
+        "findings": [_finding(finding, facts, pair) for finding in report.findings],
+        "accepted": [_accepted(one, facts, pair) for one in report.gate.accepted],
         "gate_notes": list(report.gate.notes),
         "errors": _errors(trace),
         "rules": [
@@ -243,16 +244,16 @@ def _errors(trace: Trace | None) -> list[dict[str, Any]]:
     return found
 
 
-def _accepted(one: Accepted, facts: Facts) -> dict[str, Any]:
+def _accepted(one: Accepted, facts: Facts, pair: tuple[str, ...]) -> dict[str, Any]:
     return {
         "by": one.by,
         "reason": one.reason,
         "expires": one.expires,
-        "finding": _finding(one.finding, facts),
+        "finding": _finding(one.finding, facts, pair),
     }
 
 
-def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
+def _finding(finding: Finding, facts: Facts, pair: tuple[str, ...]) -> dict[str, Any]:
     remedy = finding.remedy
     return {
         "rule": finding.rule,
@@ -266,6 +267,7 @@ def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
         if remedy
         else None,
         "fingerprint": fingerprint(finding, facts),
+        "targets": list(pair) if is_about_pair(finding) else [],
     }
 
 

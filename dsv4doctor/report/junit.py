@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from dsv4doctor.gate import fails
 from dsv4doctor.models import Failure, Finding, Outcome, Report, RuleResult, Run
-from dsv4doctor.report.common import lines, target_name
+from dsv4doctor.report.common import ABOUT_PAIRS, between, lines, target_name
 
 _KINDS = ("failure", "error", "skipped")
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -19,6 +19,7 @@ def render(run: Run) -> str:
         _failed(outcome) if isinstance(outcome, Failure) else _suite(outcome)
         for outcome in run.outcomes
     ]
+    suites += [_between(names, pair) for names, pair in between(run)]
     root = ElementTree.Element("testsuites", name="dsv4doctor")
     root.extend(suites)
     _count(root)
@@ -47,9 +48,19 @@ def _suite(report: Report) -> ElementTree.Element:
         _outcome(determined, "error", "undetermined", gap, gap)
     suite.append(determined)
     for result in report.results:
-        suite.extend(_cases(result, report, name))
+        if report.facts.peer is None or result.rule not in ABOUT_PAIRS:
+            suite.extend(_cases(result, report, name))
     if report.gate.notes:
         ElementTree.SubElement(suite, "system-out").text = _clean("\n".join(report.gate.notes))
+    _count(suite)
+    return suite
+
+
+def _between(names: str, pair: Report) -> ElementTree.Element:
+    """The rules about two servers, under the names of both."""
+    suite = ElementTree.Element("testsuite", name=_clean(names), time="0.000")
+    for result in pair.results:
+        suite.extend(_cases(result, pair, names))
     _count(suite)
     return suite
 

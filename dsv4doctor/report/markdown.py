@@ -40,7 +40,8 @@ def render(run: Run) -> str:
         else:
             parts += _report(outcome)
     for names, pair in between(run):
-        parts.append(f"## Between {_text(names)}")
+        if pair.findings:
+            parts.append(f"## Between {_text(names)}")
         for finding in by_severity(pair):
             parts += _finding(finding)
     return "\n\n".join(parts) + "\n"

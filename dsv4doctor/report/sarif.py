@@ -1,7 +1,8 @@
 """SARIF 2.1.0: one SARIF run a target, for code scanning and other viewers.
 
 A result's location is the launch script, the user's own file; the lines of the SGLang tree that
-prove it are its related locations.  Without a script those lines are the locations.
+prove it are its related locations, and of what is about a pair the other side's script.  Without a
+script those lines are the locations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dsv4doctor.models import (
     Run,
     Severity,
 )
-from dsv4doctor.report.common import is_absolute, script, sentences
+from dsv4doctor.report.common import is_about_pair, is_absolute, names_of, scripts, sentences
 from dsv4doctor.rules import RULES
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -33,7 +34,7 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: 
 
 def render(run: Run) -> str:
     runs = [
-        _failure(outcome) if isinstance(outcome, Failure) else _report(outcome)
+        _failure(outcome) if isinstance(outcome, Failure) else _report(outcome, names_of(run))
         for outcome in run.outcomes
     ]
     return jsonio.dump({"$schema": _SCHEMA, "version": "2.1.0", "runs": runs})
@@ -54,9 +55,9 @@ def _failure(failure: Failure) -> dict[str, Any]:
     }
 
 
-def _report(report: Report) -> dict[str, Any]:
-    results = [_result(finding, report) for finding in report.findings]
-    accepted = [_accepted(one, report) for one in report.gate.accepted]
+def _report(report: Report, pair: tuple[str, ...]) -> dict[str, Any]:
+    results = [_result(finding, report, pair) for finding in report.findings]
+    accepted = [_accepted(one, report, pair) for one in report.gate.accepted]
     tree = report.facts.trace.sglang if report.facts.trace else report.facts.snapshot.sglang
     bases = {"originalUriBaseIds": {_TREE: {"uri": _folder(tree.root)}}} if tree else {}
     return {
@@ -91,37 +92,41 @@ def _rule(name: str, title: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ results
 
 
-def _result(finding: Finding, report: Report) -> dict[str, Any]:
+def _result(finding: Finding, report: Report, pair: tuple[str, ...]) -> dict[str, Any]:
     mark = fingerprint(finding, report.facts)
-    place = script(report.facts, finding)
-    own = place[0] if place is not None else None
-    proof = [_location(one) for one in finding.locations if one.file != own]
+    places = scripts(report.facts, finding)
+    own = {file for file, _ in places}
+    proof = [_location(one) for one in finding.locations if one.file not in own]
     where: dict[str, Any] = {"locations": proof}
-    if place is not None:
-        numbered = [{**one, "id": number} for number, one in enumerate(proof, 1)]
-        where = {"locations": [_script(*place)], "relatedLocations": numbered}
+    if places:
+        first, *others = (_script(*place) for place in places)
+        numbered = [{**one, "id": number} for number, one in enumerate([*others, *proof], 1)]
+        where = {"locations": [first], "relatedLocations": numbered}
+    targets = list(pair) if is_about_pair(finding) else []
+    about = f"{' and '.join(targets)}: " if targets else ""
     return {
         "ruleId": finding.rule,
         "level": _LEVELS[finding.severity],
         # "](" would make a viewer see a link
-        "message": {"text": f"{finding.subject}: {sentences(finding)}".replace("](", "] (")},
+        "message": {"text": f"{about}{finding.subject}: {sentences(finding)}".replace("](", "] (")},
         **where,
         "partialFingerprints": {
             "dsv4doctor/v1": mark,
             "primaryLocationLineHash": f"{mark}:1",  # the one that GitHub goes by
         },
-        "properties": {"subject": finding.subject, "evidence": list(finding.evidence)},
+        "properties": {"subject": finding.subject, "evidence": list(finding.evidence)}
+        | ({"targets": targets} if targets else {}),
     }
 
 
-def _accepted(one: Accepted, report: Report) -> dict[str, Any]:
+def _accepted(one: Accepted, report: Report, pair: tuple[str, ...]) -> dict[str, Any]:
     until = f" (until {one.expires})" if one.expires else ""
     suppression = {
         "kind": "external",
         "status": "accepted",
         "justification": f"{one.by}: {one.reason}{until}",
     }
-    return {**_result(one.finding, report), "suppressions": [suppression]}
+    return {**_result(one.finding, report, pair), "suppressions": [suppression]}
 
 
 def _location(location: Location) -> dict[str, Any]:
