@@ -96,8 +96,8 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
     sites = (_HC, _BMM) if _float32_indexer(sources) else (_HC,)
     both = "mHC's pre mixing and the torch indexer's product run"
     what = both if _BMM in sites else "mHC's pre mixing runs"
-    summary = f"On sm_12x {what} on bf16 tensor cores." + edit.stamp_sentence("dense_glue", False)
-    return shared.plan(sources, choice, ID, sites, summary)
+    summary = f"On sm_12x {what} on bf16 tensor cores."
+    return shared.plan(sources, choice, ID, sites, summary, "dense_glue")
 
 
 def _float32_indexer(sources: Sources) -> bool:

@@ -249,17 +249,6 @@ except ImportError as error:
 """
 
 
-def stamp_sentence(operation: str, required: bool) -> str:
-    """What a summary ends with where our kernel has to be verified on the serving machine."""
-    command = f"`dsv4doctor kernels verify --only {operation}`"
-    if required:
-        return (
-            f" The server stops while it builds the model until {command} was run on the "
-            "serving machine."
-        )
-    return f" Until {command} on the serving machine SGLang's own path stays in use."
-
-
 # ------------------------------------------------------------------------ outcomes
 
 

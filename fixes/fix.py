@@ -41,6 +41,16 @@ class Aim:
 
 
 @dataclass(frozen=True)
+class Asks:
+    """One of our kernels that a fix sends to, to be verified on the serving machine."""
+
+    operation: str
+    """Its name in `kernels verify`."""
+    stops: bool
+    """Whether the server stops until then; else SGLang's own path stays in use."""
+
+
+@dataclass(frozen=True)
 class Change:
     """The tree needs the fix, and this is it."""
 
@@ -49,12 +59,14 @@ class Change:
     at: tuple[Location, ...]
     """The lines of the old text that decide and are changed."""
     summary: str
-    """What changes, in one sentence; and what it takes on the serving machine, in another."""
+    """What changes, in one sentence."""
     target: str | None = None
     """What the layers get, e.g. "triton"; None: the fix is not about a layer's method.
 
     Where the launch's flags choose among several, the one that they get without a flag.
     """
+    asks: Asks | None = None
+    """What it takes on the serving machine."""
     auto: str | None = None
     """What `--moe-runner-backend auto` becomes with it; None: it has no say in that."""
     aim: Callable[[Trace, str | None], Aim | None] = field(

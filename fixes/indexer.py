@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import libcst.matchers as m
 
-from dsv4doctor.fixes import edit
 from dsv4doctor.fixes import verified_kernels as shared
 from dsv4doctor.fixes.fix import Absent, Choice, Example, Fix, Outcome, Present, Refused, Sources
 from dsv4doctor.models import Facts
@@ -39,13 +38,11 @@ _SITE = shared.Site(
 )
 
 
-_SUMMARY = "Where sm_12x has the torch indexer, it gets dsv4doctor's." + edit.stamp_sentence(
-    "indexer_logits", False
-)
+_SUMMARY = "Where sm_12x has the torch indexer, it gets dsv4doctor's."
 
 
 def plan(sources: Sources, choice: Choice) -> Outcome:
-    return shared.plan(sources, choice, ID, (_SITE,), _SUMMARY)
+    return shared.plan(sources, choice, ID, (_SITE,), _SUMMARY, "indexer_logits")
 
 
 def needed(facts: Facts) -> str | None:

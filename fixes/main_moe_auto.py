@@ -20,6 +20,7 @@ from dsv4doctor.fixes import edit, swiglu_limit
 from dsv4doctor.fixes.fix import (
     Absent,
     Aim,
+    Asks,
     Change,
     Choice,
     Example,
@@ -108,12 +109,12 @@ def plan(sources: Sources, choice: Choice) -> Outcome:
             f'On sm_12x "auto" becomes {_BACKENDS[target]} for NVFP4 experts instead of {ROUTED}'
             + (
                 ", which a hybrid checkpoint answers with dsv4doctor's Triton method."
-                + edit.stamp_sentence("moe_nvfp4", True)
                 if target == "triton"
                 else "."
             )
         ),
         target=target,
+        asks=Asks("moe_nvfp4", True) if target == "triton" else None,
         auto=_BACKENDS[target],
         aim=aim_of(target),
     )

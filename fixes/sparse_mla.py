@@ -49,14 +49,11 @@ _SITE = shared.Site(
 )
 
 
-_SUMMARY = (
-    "Sparse MLA that would go to SGLang's Triton kernel goes to dsv4doctor's."
-    + edit.stamp_sentence("sparse_mla_decode", False)
-)
+_SUMMARY = "Sparse MLA that would go to SGLang's Triton kernel goes to dsv4doctor's."
 
 
 def plan(sources: Sources, choice: Choice) -> Outcome:
-    return shared.plan(sources, choice, ID, (_SITE,), _SUMMARY)
+    return shared.plan(sources, choice, ID, (_SITE,), _SUMMARY, "sparse_mla_decode")
 
 
 def needed(facts: Facts) -> str | None:

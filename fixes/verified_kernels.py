@@ -13,7 +13,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from dsv4doctor.fixes import edit
-from dsv4doctor.fixes.fix import Absent, Change, Choice, Outcome, Sources
+from dsv4doctor.fixes.fix import Absent, Asks, Change, Choice, Outcome, Sources
 from dsv4doctor.models import HotPath, Layer, Trace
 
 
@@ -71,7 +71,12 @@ def _pieces(sources: Sources, site: Site) -> Iterator[edit.Piece]:
 
 
 def plan(
-    sources: Sources, choice: Choice, fix: str, sites: tuple[Site, ...], summary: str
+    sources: Sources,
+    choice: Choice,
+    fix: str,
+    sites: tuple[Site, ...],
+    summary: str,
+    operation: str,
 ) -> Outcome:
     """A Change of every site that is there; the first other outcome where there is none."""
     files = tuple(dict.fromkeys(file for site in sites for file in site.files))
@@ -99,6 +104,7 @@ def plan(
         at=tuple(at),
         summary=summary,
         target="triton",
+        asks=Asks(operation, stops=False),
     )
 
 

@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from patching_trees import job, part_of
 
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.stamped import verified_here
+from dsv4doctor.fixes import ALL
 from dsv4doctor.kernels import stamps
 from dsv4doctor.kernels.verify import Checked, record
 from dsv4doctor.models import (
     ARCHS,
+    ArgChange,
     Gpu,
     GpuFacts,
     Kernel,
@@ -25,8 +28,10 @@ from dsv4doctor.models import (
     Stack,
     Verdict,
 )
-from dsv4doctor.patching import verifying
-from dsv4doctor.rules.samples import DRAFT_CUTLASS, facts
+from dsv4doctor.patching import verifying, work
+from dsv4doctor.patching.render import as_json, console
+from dsv4doctor.report.console import Style
+from dsv4doctor.rules.samples import DRAFT_CUTLASS, DRAFT_TRTLLM, MAIN_TRTLLM, facts
 from dsv4doctor.verdicts import judge, judge_kernel
 
 NAME = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -90,6 +95,47 @@ def test_a_kernel_with_a_stamp_of_this_machine_runs() -> None:
     verdict, reason = judge_kernel(other, ARCHS["sm_120"], grounds=grounds)
     assert verdict is Verdict.UNKNOWN
     assert "kernels verify --only indexer_logits" in reason
+
+
+@pytest.mark.wheels
+def test_a_plan_says_what_was_verified_here_already(
+    sglang_tree: Callable[[str], SglangTree], tmp_path: Path
+) -> None:
+    files = dict.fromkeys(file for fix in ALL for file in fix.files)
+    tree = part_of(sglang_tree("0.5.18"), tmp_path / "tree", files)
+    hybrid = facts("sm_120", [*MAIN_TRTLLM, DRAFT_TRTLLM])
+    assert hybrid.trace is not None
+    routed = "flashinfer_trtllm_routed"
+    trace = replace(
+        hybrid.trace,
+        resolved_args={"moe_runner_backend": routed},
+        arg_changes=(ArgChange("moe_runner_backend", "auto", routed, None),),
+    )
+
+    def said(source: str) -> tuple[str, list[str]]:
+        found = replace(hybrid, snapshot=HERE, arch_source=source, trace=trace)
+        options: dict[str, object] = {"before": found, "kernel": "triton"}
+        outcome = work.make_plan(job(tree, tmp_path / "state", ALL, **options))
+        plain = json.loads(as_json(outcome))
+        asked = [one for one in outcome.notes if "dsv4doctor's own kernel" in one]
+        summaries = [one["summary"] for one in plain["fixes"] if one["status"] == "planned"]
+        shown = " ".join(console(outcome, Style(10_000)).split())
+        assert all(" ".join(text.split()) in shown for text in [*asked, *summaries])
+        return "\n".join(summaries), asked
+
+    until = "until `dsv4doctor kernels verify --only moe_nvfp4` was run on the serving machine"
+    summaries, notes = said("--arch")
+    assert f"The server stops while it builds the model {until}." in summaries
+    assert "Until `dsv4doctor kernels verify --only dense_glue` on the serving" in summaries
+    assert len(notes) == 2
+    assert all("the server stops while it builds the model until" in note for note in notes)
+    assert record("moe_nvfp4", (replace(GOOD[0], kernel="moe_nvfp4"),), PLATFORM)
+    summaries, notes = said("NVML")
+    assert "stops" not in summaries
+    assert summaries.count("The kernel was verified on this machine on 20") == 1
+    assert "Until `dsv4doctor kernels verify --only dense_glue`" in summaries  # that one was not
+    assert len(notes) == 2
+    assert all("verified on this machine on 20" in note for note in notes)
 
 
 def _gpus(*gpus: Gpu, driver: str | None = "580.65", unavailable: str | None = None) -> Snapshot:

@@ -270,7 +270,7 @@ def test_a_plan_says_where_its_layers_go_and_what_the_server_asks_for() -> None:
     }
     assert aims["FIX101"][1] == (DRAFT_TRTLLM.name,)
     aimed = [replace(step, aim=aims[step.fix.id][0], aimed=aims[step.fix.id][1]) for step in steps]
-    notes = verifying.of_plan(Plan(tuple(aimed), (), {}), found)
+    notes = verifying.of_plan(Plan(tuple(aimed), (), {}), found, {})
     assert notes[0] == (
         f"{DRAFT_TRTLLM.name} on dsv4doctor's own kernel: the server stops while it builds the "
         "model until `dsv4doctor kernels verify --only moe_mxfp4` was run on the serving machine"

@@ -15,7 +15,7 @@ from dsv4doctor.errors import DoctorError
 from dsv4doctor.fixes.fix import Change, Present, Refused
 from dsv4doctor.fixes.fix import Outcome as FixOutcome
 from dsv4doctor.models import Location
-from dsv4doctor.patching import diff
+from dsv4doctor.patching import diff, verifying
 from dsv4doctor.patching.journal import Applied
 from dsv4doctor.patching.plan import Status, Step
 from dsv4doctor.patching.proof import LayerChange, Proof, named
@@ -51,7 +51,7 @@ def as_json(outcome: Outcome) -> str:
             "said": outcome.said,
             "sglang": {"version": tree.version, "path": tree.root, "origin": tree.origin},
             "arch": facts.arch.name if facts is not None else None,
-            "fixes": [_step(step) for step in outcome.plan.steps] if outcome.plan else [],
+            "fixes": [_step(step, outcome) for step in outcome.plan.steps] if outcome.plan else [],
             "files": _files(outcome),
             "diff": as_diff(outcome),
             "proof": _proof(outcome.proof) if outcome.proof is not None else None,
@@ -88,7 +88,7 @@ def _head(command: str) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: Step, whole: Outcome) -> dict[str, Any]:
     outcome = step.outcome
     return {
         "id": step.fix.id,
@@ -96,7 +96,9 @@ def _step(step: Step) -> dict[str, Any]:
         "rules": list(step.fix.rules),
         "status": step.status.value,
         "why": step.why,
-        "summary": outcome.summary if isinstance(outcome, Change) else None,
+        "summary": verifying.summary(outcome, whole.verified)
+        if isinstance(outcome, Change)
+        else None,
         "target": _target(step),
         "at": [jsonio.to_plain(at) for at in _places(outcome)],
         "reason": _reason(outcome),
@@ -193,7 +195,7 @@ def _steps(outcome: Outcome, style: Style) -> Iterator[RenderableType]:
         if (unasked or step.status is Status.REFUSED) and not step.why and not style.verbose:
             continue
         yield Text()
-        yield from _one(step)
+        yield from _one(step, outcome)
     quiet = [step.fix.id for step in outcome.plan.steps if not step.why]
     hidden = [
         step.fix.id
@@ -205,7 +207,7 @@ def _steps(outcome: Outcome, style: Style) -> Iterator[RenderableType]:
         yield Text(f"not needed by this launch: {', '.join(hidden)} (--verbose shows them)")
 
 
-def _one(step: Step) -> Iterator[RenderableType]:
+def _one(step: Step, whole: Outcome) -> Iterator[RenderableType]:
     head = Text()
     head.append(f"{step.fix.id} ")
     head.append(step.status.value, style=_STYLES.get(step.status, ""))
@@ -215,7 +217,7 @@ def _one(step: Step) -> Iterator[RenderableType]:
     if step.why:
         yield _indented(f"why: {step.why}")
     if isinstance(outcome, Change):
-        yield _indented(f"change: {outcome.summary}")
+        yield _indented(f"change: {verifying.summary(outcome, whole.verified)}")
     elif (reason := _reason(outcome)) is not None:
         yield _indented(reason)
     for at in _places(outcome):

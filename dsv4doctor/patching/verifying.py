@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from dsv4doctor.fixes.fix import Fix
+from dsv4doctor.fixes.fix import Change, Fix
 from dsv4doctor.models import Facts, Trace
 from dsv4doctor.patching import disk
 from dsv4doctor.patching.plan import Plan
@@ -22,13 +23,35 @@ _IN_REASON = re.compile(rf"{_COMMAND} (\w+)")
 _IN_SOURCE = re.compile(rb"from dsv4doctor\.kernels\.adapters\.(moe_\w+) import")
 
 
-def of_plan(planned: Plan, facts: Facts) -> list[str]:
-    """Of the layers that go to our kernels, and those that are there already."""
+def summary(change: Change, verified: Mapping[str, str]) -> str:
+    """What the fix changes, and what it takes on the serving machine.
+
+    `verified`: our kernels that were verified on it, if it is this one, and the day.
+    """
+    asks = change.asks
+    if asks is None:
+        return change.summary
+    command = f"`dsv4doctor {_COMMAND} {asks.operation}`"
+    if (day := verified.get(asks.operation)) is not None:
+        said = f"The kernel was verified on this machine on {day}."
+    elif asks.stops:
+        stops = _stops(asks.operation)
+        said = f"{stops[0].upper()}{stops[1:]}."
+    else:
+        said = f"Until {command} on the serving machine SGLang's own path stays in use."
+    return f"{change.summary} {said}"
+
+
+def of_plan(planned: Plan, facts: Facts, verified: Mapping[str, str]) -> list[str]:
+    """Of the layers that go to our kernels, and those that are there already.
+
+    `verified`: as of `summary`.
+    """
     wanted = _experts(facts.trace)
     for step in planned.steps:
         if step.aim is not None and step.aim.operation is not None:
             wanted.setdefault(step.aim.operation, []).extend(step.aimed)
-    return list(_stopping(wanted))
+    return list(_stopping(wanted, verified))
 
 
 def of_trace(after: Facts | None) -> list[str]:
@@ -81,9 +104,13 @@ def _experts(trace: Trace | None) -> dict[str, list[str]]:
     return wanted
 
 
-def _stopping(wanted: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _stopping(
+    wanted: Mapping[str, Sequence[str]], verified: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
     for operation, layers in sorted(wanted.items()):
-        yield f"{named(layers)} on dsv4doctor's own kernel: {_stops(operation)}"
+        day = verified.get(operation)
+        said = f"verified on this machine on {day}" if day is not None else _stops(operation)
+        yield f"{named(layers)} on dsv4doctor's own kernel: {said}"
 
 
 def _stops(operation: str) -> str:

@@ -66,6 +66,8 @@ class Outcome:
     proof: Proof | None = None
     journal: Journal | None = None
     stands: Mapping[str, standing.Stand] = field(default_factory=dict)
+    verified: Mapping[str, str] = field(default_factory=dict)
+    """Our kernels that were verified on the machine of this launch, and the day."""
     gone: Mapping[str, Sequence[str]] | None = None
     """Fix -> the files that it belongs in and is not in; None: not known."""
     notes: tuple[str, ...] = ()

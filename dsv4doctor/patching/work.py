@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dsv4doctor.audit import Settings
 from dsv4doctor.errors import PatchRefusedError
+from dsv4doctor.evidence.stamped import verified_here
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Facts, SglangTree
 from dsv4doctor.patching import overlay, plan, shadow, verifying
@@ -79,7 +80,11 @@ def make_plan(job: Job, command: str = "plan") -> Outcome:
     `command` "check" it is 1 when a fix is missing for whatever reason.
     """
     draft = _draft(job, view(job.store, job.fixes), command)
-    return _noted(draft.outcome, verifying.of_plan(draft.plan, draft.facts))
+    return _noted(draft.outcome, _asked_for(draft))
+
+
+def _asked_for(draft: Draft) -> list[str]:
+    return verifying.of_plan(draft.plan, draft.facts, draft.outcome.verified)
 
 
 def _noted(outcome: Outcome, notes: Iterable[str]) -> Outcome:
@@ -108,6 +113,7 @@ def _draft(job: Job, seen: View, command: str) -> Draft:
         changes,
         pristine_of(seen, list(changes)),
         journal=seen.journal,
+        verified=verified_here(facts.snapshot, facts.arch_source),
         notes=(
             *seen.notes,
             *(f"the trace stopped short: {text}" for text in stopped),
@@ -155,7 +161,7 @@ def apply(job: Job) -> Outcome:
             outcome = replace(draft.outcome, said=f"nothing to do: {draft.outcome.said}")
             aside = keep_anew(job.store, seen)
             journal, said = _note_down(job.store, seen.journal, draft.facts)
-            said += verifying.of_plan(draft.plan, draft.facts)
+            said += _asked_for(draft)
             return _noted(replace(outcome, journal=journal), (*aside, *said))
         notes = refuse_running(job.tree, job.asked.force)
         refuse_unwritable(job.store, list(draft.outcome.changes))
