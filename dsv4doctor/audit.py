@@ -90,6 +90,7 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         call_texts=texts,
         notes=(*target.notes, *_no_draft(trace, settings.roles)),
         features=read_features(Path(target.tree.root)),
+        said=target.said,
     )
     if settings.alternatives and _needs_another(trace):
         tried = _alternatives(request, facts, stand_on, settings, progress)
@@ -315,9 +316,15 @@ def _with_command(finding: Finding, facts: Facts) -> Finding:
     if remedy is None or remedy.fix is None:
         return finding
     command = doctor_command(facts, "fix", "--only", remedy.fix)
-    if command is None or command in remedy.commands:
-        return finding
-    return replace(finding, remedy=replace(remedy, commands=(*remedy.commands, command)))
+    commands, text = remedy.commands, remedy.text
+    if command is not None and command not in commands:
+        commands = (*commands, command)
+    if facts.said.snapshot is not None:
+        text += (
+            f"\nA patch goes in on the machine that {facts.said.snapshot} is of: `dsv4doctor fix "
+            f"--apply --only {remedy.fix}` there, with its launch."
+        )
+    return replace(finding, remedy=replace(remedy, text=text, commands=commands))
 
 
 def _skip(rule: Rule, reason: str, required: bool = True) -> RuleResult:

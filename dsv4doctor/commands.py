@@ -51,29 +51,51 @@ def launch_change(facts: Facts, flags: Sequence[str]) -> str | None:
 
 def doctor_command(facts: Facts, *words: str) -> str | None:
     """`dsv4doctor WORDS` on the very same launch, tree and GPU; None: not known how."""
-    launch, trace = facts.snapshot.launch, facts.trace
-    if launch is None or trace is None or facts.arch_source == "snapshot":
+    launch, trace, before = facts.snapshot.launch, facts.trace, facts.said
+    if launch is None or trace is None:
         return None
-    said = ["dsv4doctor", *words]
-    after: list[str] = []
-    if launch.source == _COMMAND_LINE:
-        said += [launch.model or "MODEL"]
-        after = ["--", *launch.flags] if launch.flags else []
-    else:
-        said += ["--launch", _place(launch)]
-    for name in launch.given:
+    is_saved = before.saved_flags is not None
+    if is_saved and launch.configured and launch.flags != before.saved_flags:
+        return None  # its --config file is on another machine
+    said = ["dsv4doctor", *words, *_named(facts, launch)]
+    anew = launch.flags != before.saved_flags if is_saved else launch.source == _COMMAND_LINE
+    after = ["--", *launch.flags] if anew and launch.flags else []
+    for name in launch.environment if is_saved and anew else launch.given:
         said += ["--env", f"{name}={launch.environment.get(name, '')}"]
     if facts.arch_source == "--arch":
         said += ["--arch", facts.arch.name]
     if trace.sglang.borrowed:
         is_wheel = trace.sglang.origin == "wheel"
         said += ["--sglang", trace.sglang.version if is_wheel else trace.sglang.root]
-    stack = facts.snapshot.stack
-    others = (launch.interpreter, sys.executable)
-    if stack is not None and os.sep in stack.interpreter and stack.interpreter not in others:
-        said += ["--python", stack.interpreter]
+    python = _python(facts, launch)
+    if python is not None:
+        said += ["--python", python]
     said += after
     return None if _is_secret(said) else shlex.join(said)
+
+
+def _named(facts: Facts, launch: Launch) -> list[str]:
+    """The words that name the launch, without its flags."""
+    said = facts.said
+    snapshot = ["--snapshot", said.snapshot] if said.snapshot is not None else []
+    model = [said.model] if said.model is not None else []
+    if said.saved_flags is not None:
+        return [*snapshot, *model]
+    if launch.source != _COMMAND_LINE:
+        return [*snapshot, "--launch", _place(launch), *model]
+    if snapshot:
+        return [*snapshot, *model]
+    return [launch.model or "MODEL"]
+
+
+def _python(facts: Facts, launch: Launch) -> str | None:
+    """The --python that was given, or that the stack was read with where that says it all."""
+    stack = facts.snapshot.stack
+    if facts.said.snapshot is not None or stack is None:
+        return facts.said.python
+    others = (launch.interpreter, sys.executable)
+    known = os.sep not in stack.interpreter or stack.interpreter in others
+    return None if known else stack.interpreter
 
 
 def _is_secret(words: Sequence[str]) -> bool:

@@ -36,6 +36,7 @@ from dsv4doctor.models import (
     Gpu,
     GpuFacts,
     Launch,
+    Said,
     SglangTree,
     Snapshot,
     Stack,
@@ -95,6 +96,7 @@ class Target:
     """Spent on reading the facts."""
     notes: tuple[str, ...] = field(default=())
     """What was decided for the user."""
+    said: Said = field(default=Said())
 
 
 def resolve(options: Options, download: Download | None = None) -> Target:
@@ -154,6 +156,19 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         elsewhere=saved is not None or gpu is None,
         seconds=time.monotonic() - started,
         notes=tuple(notes),
+        said=_said(options, saved, snapshot.launch),
+    )
+
+
+def _said(options: Options, saved: Snapshot | None, launch: Launch | None) -> Said:
+    """`launch`: as the facts have it."""
+    is_saved = saved is not None and saved.launch is not None
+    own = is_saved and options.launch is None and not options.flags
+    return Said(
+        model=options.model,
+        python=options.python,
+        snapshot=str(options.snapshot) if options.snapshot is not None else None,
+        saved_flags=launch.flags if own and launch is not None else None,
     )
 
 

@@ -8,9 +8,14 @@ import pytest
 
 from dsv4doctor import cli, commands
 from dsv4doctor.audit import run_rules
-from dsv4doctor.models import Alternative, Facts, Launch, Location, SglangError
-from dsv4doctor.rules import flag_not_consulted, layer_raises, moe_main_sm100_only
-from dsv4doctor.rules.samples import MAIN_TRTLLM, facts
+from dsv4doctor.models import Alternative, Facts, Launch, Location, Said, SglangError
+from dsv4doctor.rules import (
+    flag_not_consulted,
+    layer_raises,
+    moe_draft_sm100_only,
+    moe_main_sm100_only,
+)
+from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
 
 _FLAGS = ("--tp", "4", "--moe-runner-backend", "triton", "--speculative-algorithm", "EAGLE")
 _MARLIN = ("--tp", "4", "--moe-runner-backend", "marlin")
@@ -96,6 +101,23 @@ def test_what_was_given_to_a_script_is_given_again() -> None:
     words = shlex.split(commands.doctor_command(_facts(launch), "check") or "")
     assert words[words.index("--env") + 1] == "MODE=plain"
     assert words.count("--env") == 1
+
+
+def test_a_finding_says_where_its_patch_goes_in() -> None:
+    plain = facts("sm_120", [DRAFT_TRTLLM])
+    snapshot = replace(plain.snapshot, launch=_TYPED)
+    said = Said(snapshot="box.json")
+    sample = replace(plain, snapshot=snapshot, said=said, arch_source="snapshot")
+    (result,) = run_rules([moe_draft_sm100_only.RULE], sample)
+    remedy = result.findings[0].remedy
+    assert remedy is not None
+    assert remedy.fix is not None
+    command = f"dsv4doctor fix --only {remedy.fix} --snapshot box.json"
+    assert remedy.commands[-1].startswith(command)
+    assert (
+        "A patch goes in on the machine that box.json is of: `dsv4doctor fix --apply --only "
+        f"{remedy.fix}` there, with its launch."
+    ) in remedy.text
 
 
 def test_eagle_without_its_companions() -> None:

@@ -1,6 +1,7 @@
 """From options to one launch: which GPU, model, interpreter and SGLang are meant."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dsv4doctor import target
+from dsv4doctor import fix_cli, target
+from dsv4doctor.commands import doctor_command
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.snapshot import redacted_launch, text_of
 from dsv4doctor.flags import flag_value, written_out
-from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, Package, Role, SglangTree
+from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, Package, Role, Said, SglangTree
 from dsv4doctor.rules import samples
 from dsv4doctor.rules.common import backend_flags
 from dsv4doctor.server_config import flags_of
@@ -161,6 +163,71 @@ def test_a_script_with_another_model_than_the_snapshots(
     for same in (f"/models/{name}", '"$UNSET_HERE"'):
         assert read(same).checkpoint.path == look((_PRO,)).checkpoint.path
     assert look((_PRO,), snapshot=file, model=None, flags=("--tp", "4")).checkpoint.name == name
+
+
+_OTHERS = ("--tp", "2", "--moe-runner-backend", "marlin")
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        pytest.param({}, None, id="all of the snapshot"),
+        pytest.param({}, _OTHERS, id="its launch with other flags"),
+        pytest.param({"arch": "sm_121", "env": ("SGLANG_B=x y",)}, None, id="another GPU"),
+        pytest.param({"arch": "sm_121", "env": ("SGLANG_B=x y",)}, _OTHERS, id="and other flags"),
+        pytest.param({"launch": "serve.sh"}, None, id="a script of this machine"),
+        pytest.param({"flags": _OTHERS}, None, id="flags"),
+        pytest.param({"model": True}, None, id="another model"),
+        pytest.param({"model": True, "launch": "serve.sh"}, None, id="for a script"),
+        pytest.param({"model": True, "launch": "serve.sh", "snapshot": None}, None, id="at home"),
+        pytest.param({"python": True}, None, id="another Python"),
+    ],
+)
+def test_a_command_that_is_printed_finds_the_same_launch(
+    look: Callable[..., Target],
+    tmp_path: Path,
+    options: dict[str, object],
+    changed: tuple[str, ...] | None,
+) -> None:
+    script = tmp_path / "serve.sh"
+    here = look()
+    served = f"/on/it/{here.checkpoint.name} --tp 4"
+    script.write_text(f"export SGLANG_A=1\npython -m sglang.launch_server --model-path {served}\n")
+    box = look((_PRO,), launch=script)
+    plain = json.loads(text_of(box.snapshot))
+    plain["stack"]["interpreter"] = "/of/the/box/python"
+    (tmp_path / "a box.json").write_text(json.dumps(plain))
+    values: dict[str, object] = {"model": None, "snapshot": tmp_path / "a box.json", **options}
+    known = {"model": here.launch.model, "launch": script, "python": sys.executable}
+    values |= {name: value for name, value in known.items() if values.get(name)}
+    asked = look((_B200,), **values)
+    facts = replace(samples.facts("sm_120", []), arch=asked.arch, arch_source=asked.arch_source)
+    facts = replace(facts, snapshot=asked.snapshot, said=asked.said)
+    assert facts.trace is not None
+    facts = replace(facts, trace=replace(facts.trace, sglang=asked.tree))
+    if changed is not None:
+        launch = replace(asked.launch, flags=changed)
+        facts = replace(facts, snapshot=replace(asked.snapshot, launch=launch))
+    words = shlex.split(doctor_command(facts, "fix", "--only", "FIX101") or "")
+    assert words[:4] == ["dsv4doctor", "fix", "--only", "FIX101"]
+    assert "/of/the/box/python" not in words
+    context = fix_cli.fix_command.make_context("fix", words[2:], obj={})
+    found = resolve(fix_cli._said(context, context.params))
+    assert found.launch.flags == (asked.launch.flags if changed is None else changed)
+    assert found.launch.environment == asked.launch.environment
+    for name in ("arch", "arch_source", "tree", "checkpoint", "interpreter", "gpu"):
+        assert getattr(found, name) == getattr(asked, name), name
+
+
+def test_no_command_where_the_snapshots_config_file_is_needed(
+    look: Callable[..., Target], tmp_path: Path
+) -> None:
+    launch = replace(look(flags=("--config", "a.yaml")).launch, configured=("--tp", "4"))
+    said = Said(snapshot="box.json", saved_flags=launch.flags)
+    facts = replace(samples.facts("sm_120", []), said=said)
+    for flags, is_none in ((launch.flags, False), (_OTHERS, True)):
+        snapshot = replace(facts.snapshot, launch=replace(launch, flags=flags))
+        assert (doctor_command(replace(facts, snapshot=snapshot), "fix") is None) is is_none
 
 
 def test_the_revision_of_a_launch_is_meant(

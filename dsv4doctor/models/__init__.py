@@ -36,6 +36,7 @@ from dsv4doctor.models.findings import (
     Report,
     RuleResult,
     Run,
+    Said,
     TreeFeatures,
 )
 from dsv4doctor.models.trace import (
@@ -94,6 +95,7 @@ __all__ = [
     "RouterLaunch",
     "RuleResult",
     "Run",
+    "Said",
     "Severity",
     "SglangError",
     "SglangTree",

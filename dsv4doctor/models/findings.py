@@ -107,6 +107,19 @@ class TreeFeatures:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What the user said that the facts do not show, to be said again."""
+
+    model: str | None = None
+    """MODEL on the command line."""
+    python: str | None = None
+    snapshot: str | None = None
+    """The file that the facts were read from."""
+    saved_flags: tuple[str, ...] | None = None
+    """The launch's flags, where the launch is the snapshot's own."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the rules read: the snapshot, the launch's resolution, and the GPU asked about."""
 
@@ -131,6 +144,7 @@ class Facts:
     """The other side of a prefill/decode pair."""
     router: RouterLaunch | None = None
     """The router in front of the pair."""
+    said: Said = Said()
 
 
 @dataclass(frozen=True)
