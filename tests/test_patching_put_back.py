@@ -190,6 +190,33 @@ def test_another_release_over_a_patched_one(
 
 
 @pytest.mark.wheels
+def test_no_one_is_told_to_put_old_bytes_into_another_release(
+    sglang_tree: Tree, tmp_path: Path
+) -> None:
+    """Nothing says here which release the files are of."""
+    place = Place(sglang_tree("0.5.14"), tmp_path, own=False)
+    shutil.rmtree(next(place.root.glob("sglang-*.dist-info")))
+    place.tree = replace(place.tree, version="0.5.16")
+    for name in FILES:
+        shutil.copyfile(Path(sglang_tree("0.5.16").root) / name, place.root / name)
+    newer = contents(place.root)
+    store = place.job().store
+    with pytest.raises(PatchRefusedError, match="left alone") as refused:
+        place.revert()
+    assert contents(place.root) == newer
+    hint = refused.value.hint or ""
+    assert "SGLang 0.5.14 was patched, and 0.5.16 is there now" in hint
+    assert "copy" not in hint
+    assert f"remove {store.path};" in hint
+    kept = Path(hint.rpartition("was before is ")[2])
+    store.path.unlink()  # as the hint says
+    assert kept.read_bytes() in {content for content, _ in place.original.values()}
+    place.apply()
+    place.revert()
+    assert contents(place.root) == newer
+
+
+@pytest.mark.wheels
 def test_what_was_put_back_by_git(sglang_tree: Tree, tmp_path: Path) -> None:
     """And another commit checked out, in which one of the files is another."""
     place = Place(sglang_tree("0.5.14"), tmp_path, own=False)

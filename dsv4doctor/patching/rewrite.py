@@ -92,6 +92,7 @@ def _set_aside(store: Store, name: str, original: Original) -> str:
 def write(store: Store, seen: View, planned: Plan, kind: str) -> Journal | None:
     """The tree as `planned` says; gives the new journal."""
     journal = seen.journal or Journal(store.tree.root, store.tree.version)
+    journal = replace(journal, version=store.tree.version)
     files = {name: disk.sha256(content) for name, content in planned.contents.items()}
     known = seen.journal.settled.stops_for if seen.journal is not None else ()
     after = State(planned.applied, files, stops_for=known)

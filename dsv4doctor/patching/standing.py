@@ -99,12 +99,18 @@ def refuse_foreign(store: Store, journal: Journal, standing: Mapping[str, Stand]
     for file, stand in standing.items():
         if stand.standing in (Standing.CHANGED, Standing.MISSING):
             what = "is missing" if stand.now is None else "was changed after dsv4doctor wrote it"
-            kept = store.where(journal.originals[file].sha256)
-            raise PatchRefusedError(
-                f"{Path(store.tree.root) / file} {what}: left alone",
+            version, kept = store.tree.version, store.where(journal.originals[file].sha256)
+            hint = (
                 f"its original is {kept}: save your own change, copy the original there and run "
-                f"this again, or reinstall SGLang {store.tree.version} without its dependencies",
+                f"this again, or reinstall SGLang {version} without its dependencies"
             )
+            if journal.version != version:
+                hint = (
+                    f"SGLang {journal.version} was patched, and {version} is there now: reinstall "
+                    f"it, or to keep it as it is remove {store.path}; what the file was before is "
+                    f"{kept}"
+                )
+            raise PatchRefusedError(f"{Path(store.tree.root) / file} {what}: left alone", hint)
 
 
 def refuse_released(store: Store, journal: Journal, standing: Mapping[str, Stand]) -> None:
@@ -117,7 +123,7 @@ def refuse_released(store: Store, journal: Journal, standing: Mapping[str, Stand
             raise PatchRefusedError(
                 f"{Path(store.tree.root) / file}: another SGLang was installed since the run was "
                 "interrupted: left alone",
-                f"to keep that SGLang, {clean}remove {store.folder}; to go back, copy the "
+                f"to keep that SGLang, {clean}remove {store.path}; to go back, copy the "
                 f"original, {kept}, there and run this again",
             )
 
