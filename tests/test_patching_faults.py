@@ -136,6 +136,7 @@ class Place:
         if said.journal is not None and said.journal.pending is not None:
             assert said.exit_code == 1
             assert "--recover" in said.said
+            assert said.gone is None  # what is in cannot be said
             with pytest.raises(PatchRefusedError, match="interrupted"):
                 work.apply(self.job)
             restore.recover_tree(self.job.store)

@@ -140,10 +140,10 @@ def _gone(
 ) -> dict[str, Sequence[str]] | None:
     """Fix -> the files that it belongs in and is not in; None: what is in cannot be said."""
     standings = {stand.standing for stand in found.values()}
-    if standings == {Standing.OURS}:
-        return {}
     if journal.pending is not None or {Standing.CHANGED, Standing.MISSING} & standings:
         return None
+    if standings == {Standing.OURS}:
+        return {}
     seen = view(store, fixes)
     current = contents_of(seen)
     planned = plan.make(fixes, seen.bases, current, None, Wish(seen.held))
