@@ -20,7 +20,8 @@ from dsv4doctor.models import (
     Severity,
     Step,
 )
-from dsv4doctor.rules import RULES
+from dsv4doctor.pair import paired
+from dsv4doctor.rules import RULES, pd_pair
 from dsv4doctor.rules.samples import DRAFT_CUTLASS, DRAFT_TRTLLM, MAIN_CUTLASS, MAIN_TRTLLM, facts
 
 TODAY = date(2026, 6, 1)
@@ -112,3 +113,18 @@ def several() -> Run:
     lab = replace(clean(), gate=replace(clean().gate, target="lab"))
     failure = Failure("broken", "serve.sh: no SGLang command", "give another script", 2)
     return Run((accepting(), lab, failure))
+
+
+def pair() -> Run:
+    """A prefill and a decode server that disagree about their page size."""
+    sample = pd_pair.pair(changed={"page_size": 64})
+    assert sample.peer is not None
+    sides = (replace(sample, peer=None), sample.peer)
+    reports = paired([Report("0.1.0", side, run_rules(RULES, side)) for side in sides])
+    names = ("prefill.sh", "decode.sh")
+    return Run(
+        tuple(
+            gate.decide(report, gate.Policy(target=name), TODAY)
+            for report, name in zip(reports, names, strict=True)
+        )
+    )

@@ -373,19 +373,23 @@ def test_what_is_about_both_stands_under_both_names(differing: Run) -> None:
     assert "DSV701" in both
     assert "DSV701" not in apart
     assert apart.count("No findings of its own.") == 2
-    apart, heading, both = markdown.render(differing).partition("## Between")
+    apart, heading, both = markdown.render(differing).partition("## ❌ Between")
     assert both.startswith(" prefill.sh and decode.sh\n")
     assert ("DSV701" in apart, "DSV701" in both) == (False, True)
 
 
 def test_html_has_a_part_between_the_two(differing: Run) -> None:
     page = html.render(differing)
-    apart, heading, both = page.partition('<section id="between"><h1>Between prefill.sh and decode')
+    title = "Between prefill.sh and decode.sh"
+    apart, heading, both = page.partition(
+        f'<section id="between"><h1>{title} <span class="verdict '
+    )
     assert heading
     assert ("DSV701 <code>" in apart, "DSV701 <code>" in both) == (False, True)
     assert apart.count("None of its own.") == 2
-    link = 'fails</span> <a href="#between">Between prefill.sh and decode.sh</a>'
-    assert link in apart
+    assert apart.count("passes</span> <a") == 2
+    assert f'fails</span> <a href="#between">{title}</a>' in apart
+    assert both.startswith('fails">fails</span>')
 
 
 def test_html_of_a_pair_that_agrees_has_none(differing: Run) -> None:

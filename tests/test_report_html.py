@@ -74,6 +74,7 @@ _RUNS: dict[str, Callable[[], Run]] = {
     "clean": lambda: Run((reporting.clean(),)),
     "hostile": lambda: Run((reporting.hostile(),)),
     "several": reporting.several,
+    "pair": reporting.pair,
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
+from dsv4doctor.gate import fails
 from dsv4doctor.models import Facts, Finding, Remedy, Report, Run, Severity
 from dsv4doctor.pair import in_order
 from dsv4doctor.rules import PAIR_RULES
@@ -42,14 +43,22 @@ def is_about_pair(finding: Finding) -> bool:
 
 
 def of_one(report: Report) -> Report:
-    """`report` without what was found about the pair that its launch is half of."""
+    """`report` as if nothing had been found about the pair that its launch is half of."""
     if report.facts.peer is None:
         return report
     results = [
         replace(result, findings=()) if result.rule in ABOUT_PAIRS else result
         for result in report.results
     ]
-    return replace(report, results=tuple(results))
+    return _held(replace(report, results=tuple(results)))
+
+
+def _held(report: Report) -> Report:
+    """`report` with the exit code of the findings that it has."""
+    if report.gate.exit_code not in (0, 1):
+        return report
+    code = int(any(fails(finding, report.gate.fail_on) for finding in report.findings))
+    return replace(report, gate=replace(report.gate, exit_code=code))
 
 
 def between(run: Run) -> Iterator[tuple[str, Report]]:
@@ -59,8 +68,8 @@ def between(run: Run) -> Iterator[tuple[str, Report]]:
         one = in_order(sides)[0]
         results = tuple(result for result in one.results if result.rule in ABOUT_PAIRS)
         accepted = tuple(one for one in one.gate.accepted if is_about_pair(one.finding))
-        gate = replace(one.gate, accepted=accepted, notes=(), undetermined=None)
-        yield " and ".join(names_of(run)), replace(one, results=results, gate=gate)
+        gate = replace(one.gate, accepted=accepted, notes=(), undetermined=None, exit_code=0)
+        yield " and ".join(names_of(run)), _held(replace(one, results=results, gate=gate))
 
 
 def what_to_do(remedy: Remedy) -> str:

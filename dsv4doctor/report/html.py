@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 
 from dsv4doctor import __version__
 from dsv4doctor.errors import shortened
 from dsv4doctor.folding import fold
-from dsv4doctor.gate import fails
 from dsv4doctor.models import (
     Failure,
     Finding,
@@ -48,7 +46,8 @@ def render(run: Run) -> str:
         for number, outcome in enumerate(run.outcomes, 1)
     ]
     sections += [
-        f'<section id="between"><h1>Between {text(both)}</h1>{_findings(pair)}</section>\n'
+        f'<section id="between"><h1>Between {text(both)} {_badge(pair)}</h1>'
+        f"{_findings(pair)}</section>\n"
         for both, pair in between(run)
         if pair.findings
     ]
@@ -67,15 +66,17 @@ def _contents(run: Run, names: Sequence[str]) -> str:
     if len(names) < 2:
         return ""
     rows = "".join(
-        f'<li>{_badge(outcome)} <a href="#target-{number}">{text(name)}</a></li>'
+        f'<li>{_badge(_own(outcome))} <a href="#target-{number}">{text(name)}</a></li>'
         for number, (name, outcome) in enumerate(zip(names, run.outcomes, strict=True), 1)
     )
     for both, pair in between(run):
         if pair.findings:
-            code = int(any(fails(finding, pair.gate.fail_on) for finding in pair.findings))
-            badge = _badge(replace(pair, gate=replace(pair.gate, exit_code=code)))
-            rows += f'<li>{badge} <a href="#between">Between {text(both)}</a></li>'
+            rows += f'<li>{_badge(pair)} <a href="#between">Between {text(both)}</a></li>'
     return f'<nav class="card"><ul>{rows}</ul></nav>\n'
+
+
+def _own(outcome: Report | Failure) -> Report | Failure:
+    return of_one(outcome) if isinstance(outcome, Report) else outcome
 
 
 def _badge(outcome: Report | Failure) -> str:

@@ -38,10 +38,10 @@ def render(run: Run) -> str:
         if isinstance(outcome, Failure):
             parts += _failure(outcome)
         else:
-            parts += _report(outcome)
+            parts += _report(of_one(outcome))
     for names, pair in between(run):
         if pair.findings:
-            parts.append(f"## Between {_text(names)}")
+            parts.append(f"## {_mark(pair)} Between {_text(names)}")
         for finding in by_severity(pair):
             parts += _finding(finding)
     return "\n\n".join(parts) + "\n"
@@ -53,16 +53,19 @@ def _failure(failure: Failure) -> Iterator[str]:
     yield f"**Not determined.** {_text(failure.message)}.{hint}"
 
 
+def _mark(report: Report) -> str:
+    return {0: "✅", 1: "❌"}.get(report.gate.exit_code, "❔")
+
+
 def _report(report: Report) -> Iterator[str]:
-    mark = {0: "✅", 1: "❌"}.get(report.gate.exit_code, "❔")
-    yield f"## {mark} dsv4doctor: {_text(target_name(report))}"
+    yield f"## {_mark(report)} dsv4doctor: {_text(target_name(report))}"
     yield f"**{_text(summary(report))}** · {_about(report.facts)}"
     if report.gate.undetermined is not None:
         yield f"**Not determined:** {_text(report.gate.undetermined)}"
     for result in report.results:
         if result.outcome is Outcome.CRASH:
             yield f"**Rule {_text(result.rule)} crashed:** {_text(result.reason or '')}"
-    for finding in by_severity(of_one(report)):
+    for finding in by_severity(report):
         yield from _finding(finding)
     layers = report.facts.trace.layers if report.facts.trace else ()
     if layers:
