@@ -44,6 +44,8 @@ class _Mxfp4Method(moe_common.Method):
         super().__init__(fp8_method, prefix)
         self.where = prefix
         self._small_scales = False
+        self._in_graph = False
+        """A CUDA graph holds the kernel for small scales."""
 
     def create_weights(
         self,
@@ -70,12 +72,22 @@ class _Mxfp4Method(moe_common.Method):
             moe_common.new_parameter(layer, f"{name}_weight_scale_inv", scale, scale_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Looks at the scales once; changes no tensor, so it can be called after each reload."""
+        """Looks at the scales once; changes no tensor, so it can be called after each reload.
+
+        Raises RuntimeError for scales above 2 where a captured graph decodes none above it.
+        """
         scales = (layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
-        self._small_scales = all(int(s.data.view(torch.uint8).max()) <= 128 for s in scales)
+        are_small = all(int(s.data.view(torch.uint8).max()) <= 128 for s in scales)
+        if self._in_graph and not are_small:
+            raise RuntimeError(
+                f"dsv4doctor: {self.where}: the new weights have scales above 2, which the "
+                "captured CUDA graphs cannot decode; restart the server with them"
+            )
+        self._small_scales = are_small
         layer._dsv4_mxfp4_backend = "dsv4doctor"
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        self._in_graph |= self._small_scales and _is_captured(layer)
         experts = Experts(
             layer.w13_weight.data,
             layer.w13_weight_scale_inv.data,
@@ -85,3 +97,8 @@ class _Mxfp4Method(moe_common.Method):
             small_scales=self._small_scales,
         )
         return moe_common.apply_experts(layer, dispatch_output, experts, self._limit)
+
+
+def _is_captured(layer: Any) -> bool:
+    """A CUDA graph is being made of what runs now."""
+    return layer.w13_weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -149,3 +149,25 @@ def test_flashinfer_is_called_with_names_it_has(monkeypatch):
         )
     assert all(set(call) <= taken for call in calls)
     assert [call.get("swiglu_limit") is None for call in calls] == [False, False, True, True]
+
+
+def test_weights_that_captured_graphs_cannot_decode_are_refused(monkeypatch):
+    def layer(byte):
+        scale = torch.full((1, 4, 2), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        parameter = SimpleNamespace(data=scale, is_cuda=False)
+        names = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+        return SimpleNamespace(**dict.fromkeys(names, parameter))
+
+    given = []
+    monkeypatch.setattr(moe_common, "apply_experts", lambda *args: given.append(args[2]))
+    method = object.__new__(moe_mxfp4._Mxfp4Method)
+    method.where, method._limit, method._in_graph = "model.decoder.mlp.experts", 7.0, False
+    for byte in (128, 129, 128):
+        method.process_weights_after_loading(layer(byte))
+        method.apply(layer(byte), None)
+    assert [experts.small_scales for experts in given] == [True, False, True]
+    monkeypatch.setattr(moe_mxfp4, "_is_captured", lambda layer: True)
+    method.apply(layer(128), None)
+    method.process_weights_after_loading(layer(127))
+    with pytest.raises(RuntimeError, match="restart the server"):
+        method.process_weights_after_loading(layer(129))
