@@ -14,7 +14,7 @@ from dsv4doctor.errors import DoctorError
 from dsv4doctor.facts.snapshot import redacted_flags
 from dsv4doctor.flags import without
 from dsv4doctor.models import Alternative, HotPath, Trace, Verdict
-from dsv4doctor.rules.common import is_true
+from dsv4doctor.rules.common import TRITON_MLA, is_true
 
 _CHUNK = "--chunked-prefill-size"
 _SHORTER = 8192
@@ -43,12 +43,18 @@ def _candidates(
 ) -> Iterator[Alternative]:
     paths = trace.failing_paths
     read = dict.fromkeys(name for path in paths for name in path.flags_consulted)
+    values = {
+        name: value
+        for name in read
+        if (value := _other(name, environment.get(name, defaults.get(name)), defaults)) is not None
+    }
     switches = [
         Alternative(f"{name}={value}", flags, None, environment={name: value})
-        for name in read
-        if defaults.get(name) in _SWITCH
-        for value in ("0" if is_true(environment.get(name, defaults[name])) else "1",)
+        for name, value in values.items()
     ]
+    if len(switches) > 1:  # each may be what one of several paths hangs on
+        every = " and ".join(one.change for one in switches)
+        switches.append(Alternative(every, flags, None, environment=values))
     yield from switches
     size = trace.resolved_args.get("chunked_prefill_size")
     is_long = not isinstance(size, int) or not 0 < size <= _SHORTER
@@ -58,6 +64,16 @@ def _candidates(
         yield Alternative(change, cut, None)
         for one in switches:
             yield replace(one, change=f"{one.change} and {change}", flags=cut)
+
+
+def _other(name: str, value: str | None, defaults: Mapping[str, str]) -> str | None:
+    """What a variable that is `value` can be instead; None: nothing that is known."""
+    backend, _, triton = TRITON_MLA.partition("=")
+    if name == backend:
+        return triton if value != triton else None
+    if defaults.get(name) not in _SWITCH:
+        return None
+    return "0" if is_true(value) else "1"
 
 
 def path_outcome(

@@ -54,6 +54,8 @@ class KnownKernel:
     sources: tuple[str, ...]
     archs: tuple[Arch, ...] = ()
     minimum: Arch | None = None
+    since: Version | None = None
+    """The first FlashInfer that has it; importing its module fails before."""
     methods: tuple[str, ...] = ()
     call: str | None = None
     sm100: bool = False
@@ -171,6 +173,7 @@ def _row(row: dict[str, Any]) -> KnownKernel:
         sources=tuple(row["sources"]),
         archs=tuple(_arch(text) for text in row.get("archs", ())),
         minimum=_arch(row["minimum"]) if "minimum" in row else None,
+        since=Version(row["since"]) if "since" in row else None,
         methods=tuple(row.get("methods", ())),
         call=row.get("call"),
         sm100=row.get("sm100", False),
@@ -288,6 +291,14 @@ def _of_kernel(
         return Verdict.FAILS, f"{named} exists for {known.gpus} only{expected}{table}"
     if known is None:
         return _not_in_table(symbol, named, arch, said)
+    if known.since is not None and grounds is not None and said is None:
+        version = _version(grounds.flashinfer)
+        if version is None:
+            return Verdict.UNKNOWN, f"{named} takes FlashInfer {known.since}, not known to be there"
+        if version < known.since:
+            missing = f"No module named '{symbol.rpartition('.')[0]}'"
+            where = f"is in FlashInfer from {known.since} on, and {version} serves here"
+            return Verdict.FAILS, f'{named} {where}; expect "{missing}"{table}'
     if known.wrong is not None:
         return Verdict.FAILS, f"{named} gives wrong output: {known.wrong}{table}"
     if known.minimum is not None and arch not in ARCHS.values():
@@ -339,16 +350,20 @@ def _expected_line(
     if grounds is None:
         return None
     line = refusal(symbol, arch, grounds.evidence)
-    if line is not None or grounds.flashinfer is None:
+    version = _version(grounds.flashinfer)
+    if line is not None or version is None:
         return line
-    try:
-        version = Version(grounds.flashinfer)
-    except InvalidVersion:
-        return None
     for error in known.errors:
         if error.holds_for(version, arch):
             return error.line.replace("{sm}", f"{arch.major}{arch.minor}")
     return None
+
+
+def _version(text: str | None) -> Version | None:
+    try:
+        return Version(text or "")
+    except InvalidVersion:
+        return None
 
 
 NO_CLAMP = "wrong output: it runs without the model's SwiGLU clamp"

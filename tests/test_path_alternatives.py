@@ -16,6 +16,7 @@ from dsv4doctor.rules import hot_path_fails
 from dsv4doctor.target import Options, resolve
 
 SWITCH = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
+BACKEND = "SGLANG_SM120_FLASHMLA_BACKEND"
 FAILS = hot_path_fails.EXAMPLES[0].facts
 STOCK = "deepseek-ai__DeepSeek-V4-Flash"
 
@@ -34,6 +35,24 @@ def test_switches_are_turned_the_other_way() -> None:
     assert _tried(_trace(), {}, "True") == [f"{SWITCH}=0"]
     assert _tried(_trace(), {SWITCH: "0"}, "True") == [f"{SWITCH}=1"]
     assert _tried(_trace(), {}, "flashinfer") == []  # no switch
+
+
+def test_variables_of_several_paths_are_tried_together() -> None:
+    trace = _trace()
+    decode = replace(trace.paths[0], name="sparse-mla-decode", flags_consulted=(BACKEND,))
+    trace = replace(trace, paths=(decode, *trace.paths))
+    defaults = {SWITCH: "True", BACKEND: "flashinfer"}
+
+    def tried(environment: dict[str, str]) -> list[str]:
+        return [one.change for one in path_candidates(trace, (), environment, defaults)]
+
+    both = [f"{BACKEND}=triton", f"{SWITCH}=0", f"{BACKEND}=triton and {SWITCH}=0"]
+    assert tried({}) == both
+    assert path_candidates(trace, (), {}, defaults)[-1].environment == {
+        BACKEND: "triton",
+        SWITCH: "0",
+    }
+    assert tried({BACKEND: "triton"}) == [f"{SWITCH}=0"]
 
 
 def test_long_chunks_are_cut_as_well() -> None:
@@ -86,7 +105,8 @@ def test_strict_asks_about_hot_paths_only_where_they_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("version", "arch", "flags", "environment"),
     [
-        ("0.5.15.post1", "sm_120", (), {SWITCH: "0"}),
+        # Its FlashInfer has no sparse MLA for sm_12x either: decode takes the other variable.
+        ("0.5.15.post1", "sm_120", (), {BACKEND: "triton", SWITCH: "0"}),
         ("0.5.14", "sm_120", ("--chunked-prefill-size", "16384"), {}),
         ("0.5.14", "sm_120", (), None),
         ("0.5.15.post1", "sm_100", (), None),
@@ -112,12 +132,14 @@ def test_a_prefill_without_a_kernel(
     if environment is None:
         assert found == []
         return
-    [finding] = found
+    finding = found[-1]
     assert finding.severity is Severity.ERROR
     assert finding.subject == "main sparse-mla-prefill"
+    decode = ["main sparse-mla-decode"] if BACKEND in environment else []
+    assert [one.subject for one in found[:-1]] == decode
     assert finding.locations[0].file.endswith("deepseek_v4_backend.py")
     works = report.facts.path_alternatives[-1]
     assert works.problem is None
     assert works.environment == environment
     assert finding.remedy is not None
-    assert works.change in finding.remedy.text
+    assert all(works.change in one.remedy.text for one in found if one.remedy)

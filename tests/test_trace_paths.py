@@ -10,6 +10,7 @@ import pytest
 from tracing import request, traced
 
 from dsv4doctor.audit import judged
+from dsv4doctor.evidence.grounds import grounds
 from dsv4doctor.models import ARCHS, Arch, HotPath, Kernel, Role, SglangTree, Trace, Verdict
 from dsv4doctor.report.console import Style, printed
 from dsv4doctor.report.hot_paths import only_paths, path_parts
@@ -105,18 +106,18 @@ def test_paths_by_arch_and_variable(sglang_tree: Tree, checkpoint: Checkpoint) -
 
 @pytest.mark.wheels
 def test_prefill_of_0_5_15_on_sm_120(sglang_tree: Tree, checkpoint: Checkpoint) -> None:
-    """It takes FlashMLA's sparse prefill, which is not there; 0.5.16 keeps sm_120 out of it."""
-    [outcome] = trace_launches(
-        [request(sglang_tree("0.5.15.post1"), checkpoint(STOCK), with_paths=True)]
-    )
-    trace = judged(traced(outcome), {})
+    """It takes FlashMLA's sparse prefill, which is not there; 0.5.16 keeps sm_120 out of it.
+    Its decode imports a part of FlashInfer that came after the version it pins."""
+    tree = sglang_tree("0.5.15.post1")
+    [outcome] = trace_launches([request(tree, checkpoint(STOCK), with_paths=True)])
+    trace = judged(traced(outcome), {}, grounds(None, tree))
     for role in Role:
         for found in of(trace, "sparse-mla-prefill", role):
             assert found.kernel is not None
             assert found.kernel.symbol == "sgl_kernel.flash_mla.flash_mla_sparse_fwd"
             assert found.flags_consulted == ("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL",)
             assert found.verdict is Verdict.FAILS
-        assert {found.verdict for found in of(trace, "sparse-mla-decode", role)} == {Verdict.RUNS}
+        assert {found.verdict for found in of(trace, "sparse-mla-decode", role)} == {Verdict.FAILS}
 
 
 def test_paths_have_a_cache_key_of_their_own(tmp_path: Path, checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.folding import fold
 from dsv4doctor.models import ARCHS, Arch, Kernel, Layer, SglangError, StoredFormat, Verdict
 from dsv4doctor.rules.samples import (
@@ -59,6 +60,21 @@ def test_cutlass_moe_depends_on_the_method_and_on_how_it_is_called() -> None:
     # The SM90-only form of older releases must not pass for the SM120 one.
     assert verdicts(mxfp4, "moe(use_w4_group_scaling=True)") == [_R, _F, _F, _F, _F]
     assert verdicts(mxfp4, "") == [_U] * 5
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("0.6.12", _F), ("0.6.13", _F), ("0.6.14", _R), ("0.7.2", _R), ("odd", _U), (None, _U)],
+)
+def test_a_kernel_that_the_flashinfer_at_hand_has_not_got_fails(
+    version: str | None, verdict: Verdict
+) -> None:
+    """SGLang 0.5.15.post1 pins FlashInfer 0.6.12 and imports what 0.6.14 brought."""
+    symbol = "flashinfer.mla._sparse_mla_sm120.sparse_mla_sm120_decode_dsv4"
+    found, reason = judge_kernel(symbol, ARCHS["sm_120"], Grounds(flashinfer=version))
+    assert found is verdict
+    expected = "No module named 'flashinfer.mla._sparse_mla_sm120'"
+    assert (expected in reason) is (verdict is _F)
 
 
 def test_an_exception_of_sglang_fails_whatever_the_kernel() -> None:
