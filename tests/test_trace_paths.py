@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import request, traced
+from tracing import EAGLE, request, traced
 
 from dsv4doctor.audit import judged
 from dsv4doctor.evidence.grounds import grounds
@@ -118,6 +118,42 @@ def test_prefill_of_0_5_15_on_sm_120(sglang_tree: Tree, checkpoint: Checkpoint) 
             assert found.flags_consulted == ("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL",)
             assert found.verdict is Verdict.FAILS
         assert {found.verdict for found in of(trace, "sparse-mla-decode", role)} == {Verdict.FAILS}
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.23"])
+def test_attention_of_another_backend_is_unknown(
+    sglang_tree: Tree, checkpoint: Checkpoint, version: str
+) -> None:
+    """SGLang joins two backends into one, or gives the draft its own; neither is run."""
+    tree, model = sglang_tree(version), checkpoint(STOCK)
+    same = ("--prefill-attention-backend", "dsv4")
+    outcomes = trace_launches(
+        [
+            request(tree, model, (*EAGLE, *flags), ARCHS["sm_100"], with_paths=True)
+            for flags in (
+                ("--prefill-attention-backend", "fa3"),
+                ("--decode-attention-backend", "triton"),
+                ("--speculative-draft-attention-backend", "triton"),
+                same,
+            )
+        ]
+    )
+    prefill, decode, draft, own = (judged(traced(outcome), {}) for outcome in outcomes)
+    named = ("sparse-mla-decode", "sparse-mla-prefill")
+    for trace, roles, name in (
+        (prefill, (Role.MAIN, Role.DRAFT), "fa3"),
+        (decode, (Role.MAIN, Role.DRAFT), "triton"),
+        (draft, (Role.DRAFT,), "triton"),
+    ):
+        for role in roles:
+            paths = [found for path in named for found in of(trace, path, role)]
+            assert {found.verdict for found in paths} == {Verdict.UNKNOWN}
+            assert all(f"SGLang takes {name} here" in found.reason for found in paths)
+            assert of(trace, "kv-cache", role)
+    assert [len(found.layers) for found in of(prefill, "indexer-decode")] == [43]
+    for trace in (draft, own):
+        assert {found.verdict for found in of(trace, named[0])} == {Verdict.RUNS}
 
 
 def test_paths_have_a_cache_key_of_their_own(tmp_path: Path, checkpoint: Checkpoint) -> None:

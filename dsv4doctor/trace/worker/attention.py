@@ -113,6 +113,14 @@ class Harness:
         )
 
 
+def other_backends(view, draft):
+    """The attention backends that a server takes and that a Harness does not build."""
+    own = getattr(view, "speculative_draft_attention_backend", None) if draft else None
+    names = ("prefill_attention_backend", "decode_attention_backend")
+    taken = [own] if own else [getattr(view, name, None) for name in names]
+    return [name for name in dict.fromkeys(taken) if name not in (None, view.attention_backend)]
+
+
 def _host(values):
     """A tensor that has its values, whatever the device mode says."""
     with torch._C.DisableTorchFunction():

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from . import forward
-from .attention import REQUESTS, Harness
+from .attention import REQUESTS, Harness, other_backends
 from .calls import Calls
 from .serving import call
 from .stand_ins import make
@@ -147,6 +147,13 @@ class Reader:
             return
         [harness] = made
         self._kv_cache(harness, names)
+        others = other_backends(self.view, draft)
+        if others:
+            own = self.view.attention_backend
+            reason = f"SGLang takes {' and '.join(others)} here, and only {own} alone can be run"
+            for path in (*ATTENTION, *_indexer_paths(classes)):
+                self._add(path, names, reason=reason)
+            return
         for modules in classes.values():
             self._one_class(harness, modules)
 
@@ -216,6 +223,12 @@ def attention_classes(model):
             key = (type(module).__name__, getattr(module, "compress_ratio", 0))
             classes.setdefault(key, []).append((name, module))
     return classes
+
+
+def _indexer_paths(classes):
+    modules = [module for found in classes.values() for _, module in found]
+    indexed = any(getattr(module, "indexer", None) is not None for module in modules)
+    return ("indexer-decode", "indexer-prefill") if indexed else ()
 
 
 def mixing_layers(model):
