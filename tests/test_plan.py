@@ -444,8 +444,45 @@ def test_kubernetes_objects(pair: Plan, tree: SglangTree) -> None:
     assert pod["containers"][0]["image"] == f"lmsysorg/sglang:v{RELEASE}"
     router = pod["containers"][2]["command"]
     assert router[router.index("--host") + 1] == "0.0.0.0"
-    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    ports = service["spec"]["ports"]
+    assert ports[0] == {"name": "http", "port": 8000, "targetPort": "http"}
+    named = {
+        one["name"]: one["containerPort"] for place in pod["containers"] for one in place["ports"]
+    }
+    assert {one["targetPort"] for one in ports} == set(named)
     assert all(isinstance(value, str) for value in config["data"].values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "single", "targets"),
+    [
+        # Nothing outside a pod reaches its loopback.
+        ("k8s", "127.0.0.1", False, ["dsv4:30000", "dsv4:30001", "dsv4:30900"]),
+        ("k8s", "127.0.0.1", True, ["dsv4:8000"]),
+        ("scripts", "0.0.0.0", False, ["127.0.0.1:30000", "127.0.0.1:30001", "127.0.0.1:30900"]),
+        ("scripts", "0.0.0.0", True, ["127.0.0.1:30000"]),
+        ("scripts", "10.1.2.3", True, ["10.1.2.3:30000"]),
+        ("compose", "::1", True, ["[::1]:30000"]),
+    ],
+)
+def test_prometheus_asks_where_something_listens(
+    pair: Plan, tree: SglangTree, kind: str, host: str, single: bool, targets: list[str]
+) -> None:
+    asked = replace(pair, host=host)
+    if single:
+        asked = replace(asked, servers=pair.servers[:1], router=None)
+    found = files(asked, kind, Path(tree.root), None)
+    jobs = yaml.safe_load(found["prometheus.yml"])["scrape_configs"]
+    assert [one["static_configs"][0]["targets"] for one in jobs] == [[one] for one in targets]
+    if kind != "k8s":
+        return
+    _, deployment, service = yaml.safe_load_all(found["dsv4.yaml"])
+    ports = {f"dsv4:{one['port']}": one["targetPort"] for one in service["spec"]["ports"]}
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        words = container["command"]
+        hosts = [words[at + 1] for at, word in enumerate(words) if word.endswith("-host")]
+        assert set(hosts) == {"0.0.0.0"}
+    assert set(targets) <= set(ports)
 
 
 def test_one_server_in_a_pod_is_told_as_it_is(pair: Plan, tree: SglangTree) -> None:

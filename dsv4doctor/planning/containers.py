@@ -95,9 +95,10 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
     """
     seen = _seen_inside(plan) if _is_folder(plan) else plan
     variables = {"MODEL_PATH": seen.model, **_plain(plan.shared)}
+    asked = [{"name": name, "port": port, "targetPort": name} for name, port in _asked(plan)]
     service = {
         "selector": _LABELS,
-        "ports": [{"name": "http", "port": 8000, "targetPort": "http"}],
+        "ports": [{"name": "http", "port": _HTTP, "targetPort": "http"}, *asked],
     }
     objects = [
         _object("v1", "ConfigMap", f"{_NAME}-env", {"data": variables}),
@@ -111,24 +112,36 @@ def kubernetes(plan: Plan, image: str) -> dict[str, str]:
 def in_pod(plan: Plan) -> Plan:
     """`plan` as a pod has it: what the Service reaches listens everywhere, the kubelet binds."""
     servers = tuple(
-        replace(
-            server,
-            bind=False,
-            environment=(),
-            flags=server.flags if plan.is_pair else _listening(server.flags),
-        )
+        replace(server, bind=False, environment=(), flags=_listening(server.flags))
         for server in plan.servers
     )
     router = plan.router and replace(plan.router, flags=_listening(plan.router.flags))
     return replace(without_numactl(plan), servers=servers, router=router)
 
 
+def scraped(plan: Plan) -> list[tuple[str, int]]:
+    """(name, port of the Service) of what has metrics; `plan` is one `in_pod`."""
+    return _asked(plan) or [(server.part.value, _HTTP) for server in plan.servers]
+
+
+def _asked(plan: Plan) -> list[tuple[str, int]]:
+    """What Prometheus asks beside the port that clients reach."""
+    if plan.router is None:
+        return []
+    sides = [(server.part.value, server.ports.service) for server in plan.servers]
+    return [*sides, ("router", plan.router.metrics_port)]
+
+
 def _listening(flags: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    everywhere = Setting("--host", ("0.0.0.0",), "inside the pod; clients reach the Service")
-    return tuple(everywhere if flag.name == "--host" else flag for flag in flags)
+    why = "inside the pod; what asks comes through the Service"
+    hosts = ("--host", "--prometheus-host")
+    return tuple(
+        Setting(flag.name, ("0.0.0.0",), why) if flag.name in hosts else flag for flag in flags
+    )
 
 
-_NAME = "dsv4"
+SERVICE = _NAME = "dsv4"
+_HTTP = 8000
 _LABELS = {"app": _NAME}
 
 
@@ -141,7 +154,10 @@ def _deployment(plan: Plan, seen: Plan, image: str) -> dict[str, Any]:
                 "name": "router",
                 "image": image,
                 "command": _literal(_router_words(seen)),
-                "ports": [{"name": "http", "containerPort": plan.router.port}],
+                "ports": [
+                    {"name": "http", "containerPort": plan.router.port},
+                    {"name": "router", "containerPort": plan.router.metrics_port},
+                ],
             }
         )
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
@@ -181,9 +197,11 @@ def _container(plan: Plan, server: Server, image: str) -> dict[str, Any]:
         "envFrom": [{"configMapRef": {"name": f"{_NAME}-env"}}],
         "resources": {"limits": {"nvidia.com/gpu": count}},
         "volumeMounts": mounts,
+        "ports": [
+            {"name": server.part.value if plan.is_pair else "http", "containerPort": service}
+        ],
     }
     if not plan.is_pair:
-        container["ports"] = [{"name": "http", "containerPort": service}]
         container["startupProbe"] = {
             "httpGet": {"path": "/health", "port": service},
             "periodSeconds": 10,

@@ -6,12 +6,20 @@ from pathlib import Path
 
 from dsv4doctor.monitoring.files import GRAFANA, PROMETHEUS, grafana, prometheus
 from dsv4doctor.monitoring.metrics import read_metrics
-from dsv4doctor.planning.containers import compose, image_of, in_pod, kubernetes
+from dsv4doctor.planning.containers import (
+    SERVICE,
+    compose,
+    image_of,
+    in_pod,
+    kubernetes,
+    scraped,
+)
 from dsv4doctor.planning.layout import INSIDE, Plan, without_numactl
 from dsv4doctor.planning.scripts import ENV_FILE, scripts
 from dsv4doctor.planning.systemd import units
 
 KINDS = ("scripts", "systemd", "compose", "k8s")
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 def files(plan: Plan, kind: str, root: Path, image: str | None) -> dict[str, str]:
@@ -28,7 +36,7 @@ def files(plan: Plan, kind: str, root: Path, image: str | None) -> dict[str, str
         found = scripts(plan)
     return {
         **found,
-        PROMETHEUS: prometheus(_endpoints(plan)),
+        PROMETHEUS: prometheus(_endpoints(plan, kind)),
         GRAFANA: grafana(read_metrics(root), f"SGLang, {plan.model_name}"),
     }
 
@@ -57,10 +65,15 @@ def names(pair: bool, kind: str) -> tuple[str, ...]:
     return (*own, PROMETHEUS, GRAFANA)
 
 
-def _endpoints(plan: Plan) -> list[tuple[str, str]]:
+def _endpoints(plan: Plan, kind: str) -> list[tuple[str, str]]:
+    """(job, "host:port") of what has metrics, as Prometheus on the machine, or in the cluster,
+    reaches it."""
+    if kind == "k8s":
+        return [(f"sglang-{name}", f"{SERVICE}:{port}") for name, port in scraped(plan)]
+    host = INSIDE if plan.is_pair or plan.host in _EVERYWHERE else plan.host
+    host = f"[{host}]" if ":" in host else host
     found = [
-        (f"sglang-{server.part.value}", f"{INSIDE}:{server.ports.service}")
-        for server in plan.servers
+        (f"sglang-{server.part.value}", f"{host}:{server.ports.service}") for server in plan.servers
     ]
     if plan.router is not None:
         found.append(("sglang-router", f"{INSIDE}:{plan.router.metrics_port}"))
