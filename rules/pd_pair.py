@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4doctor.models import Facts, Finding, Remedy, Severity, Stack
-from dsv4doctor.rules.common import flag, set_by_user, stopped_early
+from dsv4doctor.rules.common import flag, same_value, set_by_user, stopped_early
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import scene
 
@@ -80,7 +80,12 @@ _SWITCH = re.compile(
 )
 _OWN = re.compile(r".*(_PORT|_HOST|_IP|_ADDR|_DIR|_PATH|_CACHE|_HOME|_ID|_DEVICES?|_HCA|_SUFFIX)")
 """Variables that say where something is, and may well differ."""
-_CACHE_VARIABLES = ("SGLANG_DSV4_COMPRESS_STATE_DTYPE", "SGLANG_DSV4_FP4_EXPERTS")
+_CACHE_VARIABLES = (
+    *("SGLANG_DSV4_COMPRESS_STATE_DTYPE", "SGLANG_DSV4_FP4_EXPERTS"),
+    *("SGLANG_DSV4_KV_LAYOUT", "SGLANG_DSV4_COMPRESSED_KV_LAYOUT"),
+    *("SGLANG_OPT_USE_ONLINE_COMPRESS", "SGLANG_OPT_SM120_DIRECT_SWA_KV"),
+)
+"""Those that decide how the cache lies in memory, or with which weights it is computed."""
 _PACKAGES = ("torch", "flashinfer-python", "sgl-kernel", "nixl", "mooncake-transfer-engine")
 
 
@@ -252,7 +257,7 @@ def _variables(one: Facts, other: Facts) -> Iterator[Difference]:
     """Switches of kernels and of the transfer."""
     for name in sorted(_names(one) | _names(other)):
         mine, theirs = (set_by_user(side, name) for side in (one, other))
-        if mine == theirs:
+        if mine == theirs or (mine and theirs and same_value(mine, theirs)):
             continue
         in_cache = name in _CACHE_VARIABLES
         what = _LAYOUT if in_cache else "A kernel or transport is switched on one side only."

@@ -25,6 +25,7 @@ from dsv4doctor.models import (
     Package,
     Report,
     Run,
+    Severity,
     SglangError,
     SglangTree,
     Stack,
@@ -145,6 +146,10 @@ DRIFTS = (
             "SGLANG_SM120_FLASHMLA_BACKEND",
             "SGLANG_DSV4_COMPRESS_STATE_DTYPE",
             "SGLANG_DSV4_FP4_EXPERTS",
+            "SGLANG_DSV4_KV_LAYOUT",
+            "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
+            "SGLANG_OPT_USE_ONLINE_COMPRESS",
+            "SGLANG_OPT_SM120_DIRECT_SWA_KV",
             "SGLANG_OPT_USE_TILELANG_INDEXER",
             "FLASHINFER_DISABLE_JIT",
             "NCCL_P2P_DISABLE",
@@ -246,6 +251,30 @@ def test_every_drift_is_found(drift: Drift, ground: Ground, folder: Path) -> Non
     about = next(finding for finding in found if finding.subject == drift.subject)
     assert about.remedy is not None
     assert about.evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "severity"),
+    [
+        ("SGLANG_DSV4_KV_LAYOUT", Severity.ERROR),
+        ("SGLANG_DSV4_COMPRESSED_KV_LAYOUT", Severity.ERROR),
+        ("SGLANG_OPT_USE_ONLINE_COMPRESS", Severity.ERROR),
+        ("SGLANG_OPT_SM120_DIRECT_SWA_KV", Severity.ERROR),
+        ("SGLANG_OPT_USE_TILELANG_INDEXER", Severity.WARNING),
+    ],
+)
+def test_what_decides_the_caches_layout_is_an_error(
+    ground: Ground, folder: Path, name: str, severity: Severity
+) -> None:
+    [found] = _findings(ground, folder, Drift(name, decode=_variable(name)))
+    assert found.severity is severity
+
+
+def test_two_spellings_of_a_switch_are_no_drift(ground: Ground, folder: Path) -> None:
+    name = "SGLANG_OPT_USE_TILELANG_INDEXER"
+    shared = folder / "dsv4.env"
+    shared.write_text(f"{shared.read_text()}\n{name}=true\n")
+    assert _findings(ground, folder, Drift("", decode=_variable(name))) == ()
 
 
 def test_one_sided_speculation_is_one_finding(ground: Ground, folder: Path) -> None:
