@@ -70,12 +70,13 @@ def _bootstrap(router: RouterLaunch, prefill: Facts) -> Iterator[Finding]:
     wanted = flag(prefill, PORT) or DEFAULT_BOOTSTRAP
     port = flag(prefill, "--port") or _SERVICE
     for url, said in router.prefill:
-        if port_of(url) == port and said != wanted:
+        # Without one the decode side takes its own flag's, which DSV701 compares.
+        if port_of(url) == port and said not in (None, wanted):
             yield _finding(
                 router,
                 "bootstrap port",
-                f"The router gives {said or 'no bootstrap port'} for {url}, and the prefill "
-                f"server's bootstrap is on {wanted}",
+                f"The router gives {said} for {url}, and the prefill server's bootstrap is on "
+                f"{wanted}",
                 "The decode side asks at the wrong port for the prefill side's ranks.",
             )
 
@@ -131,7 +132,12 @@ EXAMPLES = (
         expect=("--prefill", "--decode"),
     ),
     Example("another decode port", _routed(decode=("http://127.0.0.1:1",)), expect=("--decode",)),
-    Example("no bootstrap port", _routed(prefill=((_PREFILL, None),)), expect=("bootstrap port",)),
+    Example(
+        "another bootstrap port",
+        _routed(prefill=((_PREFILL, "9000"),)),
+        expect=("bootstrap port",),
+    ),
+    Example("no bootstrap port", _routed(prefill=((_PREFILL, None),))),
     Example("no pair", _routed(pd=False), expect=("--pd-disaggregation",)),
     Example(
         "a server that listens inside only",

@@ -173,7 +173,6 @@ DRIFTS = (
     Drift("--decode", router=("http://127.0.0.1:30001", "http://127.0.0.1:30000")),
     Drift("--decode", decode=("--port 30001", "--port 30002")),
     Drift("bootstrap port", router=("30000 30998", "30000 8998")),
-    Drift("bootstrap port", router=("30000 30998", "30000")),
 )
 
 
