@@ -12,6 +12,7 @@ from dsv4doctor.rules.common import flag, numa_nodes, set_by_user
 from dsv4doctor.rules.pd_pair import DEFAULT_BOOTSTRAP, MODE, PORT, name_of, other_side, pair
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import gpus, scene
+from dsv4doctor.rules.topology import ranks
 
 _SERVICE = "30000"
 """SGLang's default port."""
@@ -78,11 +79,11 @@ def devices(facts: Facts) -> Devices:
     visible = set_by_user(facts, _DEVICES)
     names = tuple(name.strip() for name in (visible or "").split(",") if name.strip())
     base = _count(flag(facts, "--base-gpu-id"), 0)
-    args = facts.trace.resolved_args if facts.trace else {}
-    ranks = int(args.get("tp_size") or 1) * int(args.get("pp_size") or 1)
+    step = _count(flag(facts, "--gpu-id-step"), 1) or 1
+    taken = range(base, base + ranks(facts) * step, step)
     if names:
-        return Devices(names[base : base + ranks] or names, True)
-    return Devices(tuple(str(index) for index in range(base, base + ranks)), base > 0)
+        return Devices(tuple(names[index] for index in taken if index < len(names)) or names, True)
+    return Devices(tuple(str(index) for index in taken), base > 0 or step > 1)
 
 
 def _count(text: str | None, otherwise: int) -> int:
@@ -256,6 +257,20 @@ _NCCL = ("--nccl-port", "40000")
 
 EXAMPLES = (
     Example("one GPU twice", pair(gpus=("0,1", "1,2")), expect=(_DEVICES,)),
+    Example(
+        "every other GPU, and the next",
+        pair(("--gpu-id-step", "2"), ("--base-gpu-id", "4"), gpus=("", "")),
+        expect=(_DEVICES,),
+    ),
+    Example(
+        "every other GPU, and those between",
+        pair(("--gpu-id-step", "2"), ("--base-gpu-id", "1", "--gpu-id-step", "2"), gpus=("", "")),
+    ),
+    Example(
+        "replicas that reach into the other's GPUs",
+        pair(decode=("--base-gpu-id", "4"), changed={"dp_size": 2}, gpus=("8,9,10,11", "")),
+        expect=(_DEVICES,),
+    ),
     Example("one port twice", pair(decode=("--port", "30000")), expect=("port 30000",)),
     Example("one rendezvous", pair(_NCCL, _NCCL), expect=("port 40000",)),
     Example(

@@ -23,6 +23,9 @@ def ranks(facts: Facts) -> int:
     """The GPUs that this launch takes on one machine."""
     trace = facts.trace
     sizes = [trace.resolved_args.get(name) if trace else None for name in ("tp_size", "pp_size")]
+    # With data-parallel attention the replicas share the ranks; without, each has its own.
+    if trace is not None and not trace.resolved_args.get("enable_dp_attention"):
+        sizes.append(trace.resolved_args.get("dp_size"))
     count = 1
     for size in sizes:
         count *= size if isinstance(size, int) and size > 0 else 1
