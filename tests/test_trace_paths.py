@@ -156,6 +156,22 @@ def test_attention_of_another_backend_is_unknown(
         assert {found.verdict for found in of(trace, named[0])} == {Verdict.RUNS}
 
 
+@pytest.mark.wheels
+def test_a_kernel_of_a_package_that_nobody_asks_for_is_unknown(
+    sglang_tree: Tree, checkpoint: Checkpoint
+) -> None:
+    """SGLang 0.5.12.post1 imports flash_mla and does not require it; 0.5.14 has it in its own."""
+    trees = [sglang_tree(version) for version in ("0.5.12.post1", "0.5.14")]
+    outcomes = trace_launches(
+        [request(tree, checkpoint(STOCK), arch=ARCHS["sm_90"], with_paths=True) for tree in trees]
+    )
+    for outcome, verdict in zip(outcomes, (Verdict.UNKNOWN, Verdict.RUNS), strict=True):
+        paths = of(judged(traced(outcome), {}), "sparse-mla-decode")
+        assert {found.verdict for found in paths} == {verdict}
+        said = {"flash_mla is not installed here" in found.reason for found in paths}
+        assert said == {verdict is Verdict.UNKNOWN}
+
+
 def test_paths_have_a_cache_key_of_their_own(tmp_path: Path, checkpoint: Checkpoint) -> None:
     (tmp_path / "sglang").mkdir()
     tree = SglangTree(str(tmp_path), "0.5.23", "folder")
