@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.wheel import of_release
 from dsv4doctor.facts.callsite import call_texts
 from dsv4doctor.matrix import Cell, FlagSet, Key, Matrix, cell
+from dsv4doctor.matrix_rules import Beside
 from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Stack, Trace
 from dsv4doctor.trace.session import TraceRequest, trace_launches
 from dsv4doctor.wheels import default_cache
@@ -138,6 +139,7 @@ class _Work:
         self.lock = threading.Lock()
         self.stopped = threading.Event()
         self.grounds: dict[str, Grounds] = {}
+        self.beside: dict[str, Beside] = {}
         self.tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         for release in plan.releases:
             for arch in plan.archs:
@@ -190,8 +192,10 @@ class _Work:
             with self.parsing:
                 stand_on = self._grounds(tree)
                 return [
-                    self._cell(key, model, tree, outcome, stand_on)
-                    for (model, _, key), outcome in zip(keys, outcomes, strict=True)
+                    self._held_against_rules(
+                        self._cell(key, model, tree, outcome, stand_on), model, flags, tree, outcome
+                    )
+                    for (model, flags, key), outcome in zip(keys, outcomes, strict=True)
                 ]
         except _Stopped:
             raise
@@ -213,7 +217,7 @@ class _Work:
                 arch=task.arch,
                 checkpoint=model.checkpoint,
                 model_path=model.path,
-                launch=Launch("command line", None, plan.given, str(model.path), flag_set.flags),
+                launch=_launch(plan, model, flag_set),
                 environment=plan.environment,
                 gpu=gpu,
                 gpu_count=plan.gpu_count if gpu is not None else None,
@@ -266,6 +270,20 @@ class _Work:
             has_clamp=bool(model.checkpoint.text_config.get("swiglu_limit")),
         )
 
+    def _held_against_rules(
+        self, made: Cell, model: Model, flags: FlagSet, tree: SglangTree, outcome: object
+    ) -> Cell:
+        """`made` with what the rules call an error, where it may be recommended."""
+        may_be = made.works and made.path_problem is None and self.plan.with_paths
+        if not may_be or not isinstance(outcome, Trace):
+            return made
+        beside = self.beside.get(tree.root)
+        if beside is None:
+            beside = self.beside[tree.root] = Beside(tree, self.plan.stack)
+        launch = _launch(self.plan, model, flags)
+        problem = beside.error(outcome, model.checkpoint, launch, self.plan.environment)
+        return replace(made, path_problem=problem)
+
     def _grounds(self, tree: SglangTree) -> Grounds:
         with self.lock:
             known = self.grounds.get(tree.root)
@@ -286,6 +304,10 @@ class _Work:
                 self.notes.append(error.message)
             return found
         return Grounds(read, found.flashinfer, missing="")
+
+
+def _launch(plan: Plan, model: Model, flag_set: FlagSet) -> Launch:
+    return Launch("command line", None, plan.given, str(model.path), flag_set.flags)
 
 
 def _failed(key: Key, problem: DoctorError) -> Cell:

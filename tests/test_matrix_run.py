@@ -89,10 +89,11 @@ def test_two_releases_on_two_gpus(
 
 
 @pytest.mark.wheels
-def test_a_launch_whose_prefill_dies_is_not_recommended(
+def test_a_launch_whose_attention_dies_is_not_recommended(
     checkpoint: Checkpoints, sglang_tree: Trees, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """0.5.15.post1 sends sparse prefill on sm_120 to a kernel that exists for sm_90 and sm_100."""
+    """0.5.15.post1 sends sparse prefill on sm_120 to a kernel that exists for sm_90 and sm_100,
+    and decode to one that its FlashInfer has not got."""
     arguments = ["matrix", str(checkpoint(_HYBRID)), "--arch", "sm_120", "--recommend"]
     arguments += ["--sglang", sglang_tree("0.5.15.post1").root, "--format", "json"]
     arguments += ["--flags-set", "marlin=--moe-runner-backend marlin", "--", "--tp", "4"]
@@ -100,9 +101,46 @@ def test_a_launch_whose_prefill_dies_is_not_recommended(
     plain = json.loads(capfd.readouterr().out)
     [cell], [advice] = plain["cells"], plain["recommendations"]
     assert cell["works"]
-    assert cell["path_problem"].startswith("main sparse-mla-prefill: ")
+    assert cell["path_problem"].startswith("main sparse-mla-decode: ")
     assert advice["choices"] == []
     assert f"SGLang 0.5.15.post1 ({cell['path_problem']})" in advice["caveat"]
+
+
+@pytest.mark.wheels
+@pytest.mark.parametrize(
+    ("version", "flags", "rule"),
+    [
+        ("0.5.19", (), "DSV202"),
+        ("0.5.16", ("--speculative-algorithm", "DSPARK"), "DSV201"),
+        ("0.5.23", (), None),
+    ],
+)
+def test_what_check_calls_an_error_is_not_recommended(
+    checkpoint: Checkpoints,
+    sglang_tree: Trees,
+    capfd: pytest.CaptureFixture[str],
+    version: str,
+    flags: tuple[str, ...],
+    rule: str | None,
+) -> None:
+    """Kernels that exist, and answers that are garbage, or a shape that the kernel has not got."""
+    model = str(checkpoint("deepseek-ai__DeepSeek-V4-Flash-0731"))
+    arguments = ["matrix", model, "--arch", "sm_120", "--recommend", "--format", "json"]
+    arguments += ["--sglang", sglang_tree(version).root, "--flags-set", "given="]
+    variable = "SGLANG_SM120_FLASHMLA_BACKEND"
+    for triton in ((), ("--env", f"{variable}=triton")):
+        found = command([*arguments, *triton, "--", "--tp", "4", *flags])
+        plain = json.loads(capfd.readouterr().out)
+        [cell], [advice] = plain["cells"], plain["recommendations"]
+        assert cell["works"]
+        if rule is None or triton:
+            assert (found, cell["path_problem"]) == (0, None)
+            assert [one["flag_set"] for one in advice["choices"]] == ["given"]
+        else:
+            assert found == 1
+            assert cell["path_problem"].startswith(f"{rule}: ")
+            assert f"Export {variable}=triton" in advice["caveat"]
+            assert advice["choices"] == []
 
 
 # ------------------------------------------------------------------------------ failures
