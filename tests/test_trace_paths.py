@@ -157,6 +157,41 @@ def test_attention_of_another_backend_is_unknown(
 
 
 @pytest.mark.wheels
+@pytest.mark.parametrize(
+    ("version", "arch", "environment"),
+    [
+        ("0.5.12.post1", "sm_120", {}),
+        ("0.5.23", "sm_120", {"SGLANG_OPT_FP8_WO_A_GEMM": "1"}),
+        ("0.5.18", "sm_100", {}),
+    ],
+)
+def test_the_output_projection_in_fp8_is_the_attentions_own(
+    sglang_tree: Tree,
+    checkpoint: Checkpoint,
+    version: str,
+    arch: str,
+    environment: dict[str, str],
+) -> None:
+    """Its layer has a method for FP8 that nobody calls: DeepGEMM's einsum multiplies it."""
+    asked = request(
+        sglang_tree(version),
+        checkpoint(STOCK),
+        arch=ARCHS[arch],
+        with_paths=True,
+        environment=environment,
+    )
+    [outcome] = trace_launches([asked])
+    trace = judged(traced(outcome), {})
+    for role, layers in ((Role.MAIN, 43), (Role.DRAFT, 1)):
+        paths = of(trace, "dense-fp8", role)
+        own = [found for found in paths if any(name.endswith(".wo_a") for name in found.layers)]
+        assert sum(len(found.layers) for found in own) == layers
+        assert {found.kernel.symbol for found in own if found.kernel} == {"deep_gemm.fp8_einsum"}
+        assert {found.verdict for found in own} == {Verdict.UNKNOWN}
+        assert not any(name.endswith(".wo_a") for found in paths[:1] for name in found.layers)
+
+
+@pytest.mark.wheels
 def test_a_kernel_of_a_package_that_nobody_asks_for_is_unknown(
     sglang_tree: Tree, checkpoint: Checkpoint
 ) -> None:

@@ -151,6 +151,7 @@ class Recording:
             f"{name}.{part}"
             for part, module in attention.named_modules()
             if "Linear" in type(getattr(module, "quant_method", None)).__name__
+            and part != "wo_a"  # which the attention multiplies by itself
             and getattr(getattr(module, "weight", None), "itemsize", 2) == 1
         ]
         self._add(role, "dense-fp8", inner, calls, DENSE, choice=runner_of(calls))

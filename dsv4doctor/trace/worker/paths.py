@@ -14,12 +14,14 @@ from .calls import Calls
 from .serving import call
 from .stand_ins import make
 from .tensors import Redirect
-from .windows import DENSE, INDEXER, MHC, MLA, path_entry, raised_inside, runner_of
+from .windows import DENSE, INDEXER, MHC, MLA, WO_A, path_entry, raised_inside, runner_of
 
 DSPARK = "DSparkAttention"
 _DSPARK = "run as a plain batch; the block of a DSpark draft reads more keys, and was not run"
 _FUSED = "between layers post and pre are fused into one kernel, and that was not run"
 ATTENTION = ("sparse-mla-decode", "sparse-mla-prefill")
+_OUTPUT = ".wo_a"
+"""The projection that no layer's own method multiplies: the attention does."""
 
 
 # ------------------------------------------------------------------------ one model
@@ -73,7 +75,7 @@ class Reader:
             weight = getattr(module, "weight", None)
             if method is None or weight is None or "Linear" not in type(method).__name__:
                 continue
-            if not isinstance(weight, torch.Tensor) or weight.element_size() > 1:
+            if not _is_fp8(weight) or name.endswith(_OUTPUT):
                 continue
             parameters = tuple(
                 (key, tuple(value.shape), str(value.dtype))
@@ -185,6 +187,13 @@ class Reader:
         yield self._path(
             f"sparse-mla-{kind}", names, kernel, calls, where, MLA, detail=detail, reason=caveat
         )
+        output = getattr(attention, "wo_a", None)
+        if kind == "decode" and _is_fp8(getattr(output, "weight", None)):
+            kernel, where = WO_A.kernel(calls)
+            layers = [f"{name}{_OUTPUT}" for name in names]
+            yield self._path(
+                "dense-fp8", layers, kernel, calls, where, WO_A, detail="in the attention's forward"
+            )
 
     def _kv_cache(self, harness, names):
         pool = getattr(harness.pool, "swa_kv_pool", None)
@@ -223,6 +232,10 @@ def attention_classes(model):
             key = (type(module).__name__, getattr(module, "compress_ratio", 0))
             classes.setdefault(key, []).append((name, module))
     return classes
+
+
+def _is_fp8(weight):
+    return isinstance(weight, torch.Tensor) and weight.element_size() == 1
 
 
 def _indexer_paths(classes):

@@ -38,6 +38,9 @@ _BACKEND_FILES = tuple(
 )
 
 
+_MODEL_FILES = tuple(f"models/deepseek_v4{name}.py" for name in ("", "_nextn", "_dspark"))
+
+
 def _in_backend(entry):
     if inside(entry, names=r"init_forward_metadata\w*|_build_forward_metadata"):
         return None
@@ -55,6 +58,12 @@ DENSE = Window(
     re.compile(r"gemm|_mm\b|_mm_|matmul|scaled_mm|bmm|cutlass", re.I),
     re.compile(r"quant(?!_matmul)|config|layout|transform|swizzle|interleave", re.I),
 )
+WO_A = Window(
+    lambda entry: inside(entry, names=r"\w*forward\w*", files=_MODEL_FILES),
+    re.compile(r"fp8_einsum|wo_a", re.I),
+    re.compile(r"quant|config|enabled|eligible|transform|layout", re.I),
+)
+"""The attention's output projection in FP8, which its forward multiplies by itself."""
 MHC = Window(
     _in_hc,
     re.compile(r"hc_|mhc|sinkhorn", re.I),
