@@ -23,13 +23,13 @@ def test_trace(
     tree = sglang_tree("0.5.15.post1").root
     command = ["trace", str(model), "--arch", "sm_120", "--sglang", tree]
     flags = ["--", "--tp", "4"]
-    # FlashMLA's sparse prefill is not there on sm_120: a path that fails.
+    # FlashMLA's sparse prefill is not there on sm_120, nor decode in the FlashInfer that it pins.
     assert run([*command, "--format", "json", *flags]) == 1
     report = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(report)
     assert len(report["layers"]) == 43
     failing = {path["name"] for path in report["paths"] if path["verdict"] == "fails"}
-    assert failing == {"sparse-mla-prefill"}
+    assert failing == {"sparse-mla-prefill", "sparse-mla-decode"}
 
     # Only some, from the cache: nothing of the others is shown or counts.
     assert run([*command, "--path", "kv-cache", "--path", "indexer", *flags]) == 0
