@@ -20,6 +20,7 @@ class Hooks:
         self.speculative = 0  # how many of SGLang's contexts that switch the flags are open
         self.watch: Any = None
         self.recordings: list[Any] = []
+        self.arguments: dict[str, Any] = {}
 
     def contexts(self, module: ModuleType) -> None:
         """Notice when a draft's context swaps the runner flags for the speculative ones."""
@@ -79,18 +80,26 @@ class Hooks:
 
         @functools.wraps(original)
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            guarded(hooks.loads, runner)
             result = original(runner, *args, **kwargs)
             guarded(hooks.loaded, runner)
             return result
 
         module.ModelRunner.load_model = load_model
 
+    def loads(self, runner: Any) -> None:
+        """Keep the arguments as SGLang resolved them: a model that is built may change some."""
+        from dsv4doctor.recording.report import arguments_of
+
+        if not self.arguments:
+            self.arguments = arguments_of(runner.server_args)
+
     def loaded(self, runner: Any) -> None:
         """Start recording a model runner's first forwards."""
         from dsv4doctor.recording.record import Recording
 
         if not self.recordings:
-            self.recordings.append(Recording(self.file, runner))
+            self.recordings.append(Recording(self.file, runner, self.arguments))
         found = self.watch.found if self.watch is not None else {}
         self.recordings[0].model(runner, found)
 

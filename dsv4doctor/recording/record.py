@@ -30,9 +30,10 @@ _KINDS = {"DECODE": "decode", "TARGET_VERIFY": "decode", "EXTEND": "prefill", "M
 class Recording:
     """Layers and paths of this process's models; written anew whenever there is more to say."""
 
-    def __init__(self, file: str, runner: Any) -> None:
+    def __init__(self, file: str, runner: Any, arguments: dict[str, Any]) -> None:
         self.path = replaceable(file_of_rank(file, runner))
         self.server_args = runner.server_args
+        self.arguments = arguments
         self.layers: list[dict[str, Any]] = []
         self.paths: list[dict[str, Any]] = []
         self.waiting: Counter[str] = Counter()  # routed-expert layers that have not run, by role
@@ -190,7 +191,7 @@ class Recording:
 
     def write(self) -> None:
         """Replace this rank's file in one step."""
-        text = text_of(self.layers, self.paths, self.server_args)
+        text = text_of(self.layers, self.paths, self.arguments)
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:

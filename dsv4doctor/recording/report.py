@@ -27,12 +27,14 @@ from dsv4doctor.trace.protocol import trace_from
 RAN = "recorded in the server"
 
 
-def text_of(layers: list[dict[str, Any]], paths: list[dict[str, Any]], server_args: Any) -> str:
+def text_of(
+    layers: list[dict[str, Any]], paths: list[dict[str, Any]], arguments: dict[str, Any]
+) -> str:
     """The report as text; what a recording does not know (the stored formats, say) is null."""
     arch = _arch()
     tree = _tree()
     result = {
-        "resolved_args": _arguments(server_args),
+        "resolved_args": arguments,
         "arg_changes": [],
         "environment_overwritten": {},
         "layers": layers,
@@ -74,7 +76,8 @@ def _path(path: HotPath) -> HotPath:
     return path
 
 
-def _arguments(server_args: Any) -> dict[str, Any]:
+def arguments_of(server_args: Any) -> dict[str, Any]:
+    """The arguments that a trace reports, as they are now."""
     from dsv4doctor.trace.worker.launch import plain
     from dsv4doctor.trace.worker.serving import FIELDS, resolved
 

@@ -98,7 +98,9 @@ class _Launch:
                 self.result["leniencies"] += stood_in.leniencies() if stood_in else []
             self.server_args, self.view = server_args, view
             self.result["arg_changes"] = watch.finish(server_args)
-            self._read_arguments()
+            self.result["resolved_args"] = {
+                name: plain(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
+            }
             if self.job.get("with_paths"):
                 from .calls import reread_constants
 
@@ -106,13 +108,6 @@ class _Launch:
             serving.publish(server_args)
             serving.form_groups(view)
         return True
-
-    def _read_arguments(self):
-        """As they are now: building a model may still change some (shared experts' fusion)."""
-        view = serving.resolved(self.server_args)
-        self.result["resolved_args"] = {
-            name: plain(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
-        }
 
     def _model(self, role):
         draft = role == "draft"
@@ -136,7 +131,6 @@ class _Launch:
         watch = decisions.LayerWatch(FusedMoE, switched, self.path)
         with watch:
             model = serving.build_model(config, load_config, quantization)
-        self._read_arguments()
         reader = LayerReader(role, watch, self._speculative_default())
         for name, module in model.named_modules():
             if isinstance(module, FusedMoE):
