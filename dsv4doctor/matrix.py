@@ -240,12 +240,17 @@ def left_out(matrix: Matrix, arch: Arch, checkpoint: str) -> tuple[str, ...]:
     """Where the experts run and another hot path fails: release and path, each once."""
     return tuple(
         dict.fromkeys(
-            f"SGLang {one.key.release} ({one.path_problem})"
+            path_text(one)
             for one in matrix.cells
             if one.works and one.path_problem
             if one.key.arch == arch and one.key.checkpoint == checkpoint
         )
     )
+
+
+def path_text(one: Cell) -> str:
+    """A cell's release, and the hot path that fails there."""
+    return f"SGLang {one.key.release} ({one.path_problem})"
 
 
 _LAST = 9

@@ -208,7 +208,11 @@ def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
     for model in plan.models:
         for arch in plan.archs:
             choices = recommend(matrix, arch, model.name, newest)
-            has_draft = bool(choices) and choices[0].cell.draft is not None
+            left = left_out(matrix, arch, model.name)
+            patch = None
+            if not choices or choices[0].cell.draft is None:
+                patch, more = patch_for_draft(matrix, arch, model.name, newest, trees)
+                left = tuple(dict.fromkeys((*left, *more)))
             found.append(
                 Advice(
                     arch,
@@ -216,9 +220,9 @@ def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
                     model.given,
                     choices,
                     plan.given,
-                    left_out(matrix, arch, model.name),
+                    left,
                     cautions(choices, trees),
-                    None if has_draft else patch_for_draft(matrix, arch, model.name, newest, trees),
+                    patch,
                 )
             )
     return tuple(found)

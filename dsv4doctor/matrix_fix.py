@@ -10,7 +10,7 @@ from pathlib import Path
 from dsv4doctor import fixes
 from dsv4doctor.facts.features import read_features
 from dsv4doctor.fixes.fix import Change, Choice
-from dsv4doctor.matrix import WORKING, Cell, Matrix
+from dsv4doctor.matrix import WORKING, Cell, Matrix, path_text
 from dsv4doctor.matrix import Choice as ToChoose
 from dsv4doctor.models import Arch, SglangTree, Verdict
 from dsv4doctor.planning.release import text_of
@@ -63,9 +63,10 @@ def patch_for_draft(
     checkpoint: str,
     newest_first: Sequence[str],
     trees: Mapping[str, SglangTree],
-) -> Patch | None:
+) -> tuple[Patch | None, tuple[str, ...]]:
     """The best launch whose draft alone fails, or its draft and the main experts' clamp, where
-    fixes know both places in its tree.
+    fixes know both places in its tree; and what comes before it but for a hot path that fails,
+    as `left_out` names it.
 
     Ordered as `recommend` does: no fallback, the main kernel's tier, the newer release.
     """
@@ -80,18 +81,22 @@ def patch_for_draft(
         )
 
     own = [one for one in matrix.cells if (one.key.arch, one.key.checkpoint) == (arch, checkpoint)]
+    left: list[str] = []
     for one in sorted(own, key=place):
-        needed, tree = _needed(one), trees.get(one.key.release)
-        if needed and tree is not None and all(_changes(name, tree) for name in needed):
+        needed, tree = fixes_for(one), trees.get(one.key.release)
+        if not needed or tree is None or not all(_changes(name, tree) for name in needed):
+            continue
+        if not one.path_problem:
             flags = matrix.flag_sets[names.index(one.key.flag_set)].flags
-            return Patch(needed, one, tree, flags)
-    return None
+            return Patch(needed, one, tree, flags), tuple(dict.fromkeys(left))
+        left.append(path_text(one))
+    return None, tuple(dict.fromkeys(left))
 
 
-def _needed(one: Cell) -> tuple[str, ...]:
-    """The fixes that leave nothing of the cell failing; empty: there are none."""
+def fixes_for(one: Cell) -> tuple[str, ...]:
+    """The fixes that leave none of the cell's experts failing; empty: there are none."""
     draft, main = one.draft, one.main
-    if draft is None or one.path_problem or not (one.key.arch.is_sm12x or one.key.arch.major == 9):
+    if draft is None or not (one.key.arch.is_sm12x or one.key.arch.major == 9):
         return ()
     if draft.verdict is not Verdict.FAILS or draft.quant_method != _DRAFT_METHOD:
         return ()

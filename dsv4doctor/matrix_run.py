@@ -17,6 +17,7 @@ from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.wheel import of_release
 from dsv4doctor.facts.callsite import call_texts
 from dsv4doctor.matrix import Cell, FlagSet, Key, Matrix, cell
+from dsv4doctor.matrix_fix import fixes_for
 from dsv4doctor.matrix_rules import Beside
 from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Stack, Trace
 from dsv4doctor.trace.session import TraceRequest, trace_launches
@@ -273,9 +274,11 @@ class _Work:
     def _held_against_rules(
         self, made: Cell, model: Model, flags: FlagSet, tree: SglangTree, outcome: object
     ) -> Cell:
-        """`made` with what the rules call an error, where it may be recommended."""
-        may_be = made.works and made.path_problem is None and self.plan.with_paths
-        if not may_be or not isinstance(outcome, Trace):
+        """`made` with what the rules call an error, where it may be recommended, as it is or
+        with fixes."""
+        may_be = made.works or bool(fixes_for(made))
+        looked_at = self.plan.with_paths and made.path_problem is None
+        if not (may_be and looked_at and isinstance(outcome, Trace)):
             return made
         beside = self.beside.get(tree.root)
         if beside is None:

@@ -199,18 +199,19 @@ def test_the_patch_for_a_draft_that_nothing_runs(
     matrix: Matrix, sglang_tree: Callable[[str], SglangTree]
 ) -> None:
     arch, trees = ARCHS["sm_120"], {name: sglang_tree(name) for name in _NEWEST}
-    found = patch_for_draft(matrix, arch, _CHECKPOINT, _NEWEST, trees)
+    found, _ = patch_for_draft(matrix, arch, _CHECKPOINT, _NEWEST, trees)
     assert found is not None
     assert (found.cell.key.release, found.fixes) == ("0.5.23", ("FIX101",))
     assert found.cell.key.flag_set == "flashinfer_cutlass"
     assert found.command("m", {"A": "x y"}).startswith(
         "dsv4doctor fix --only FIX101 m --arch sm_120 --sglang 0.5.23 --env 'A=x y' -- --tp 4"
     )
-    old = patch_for_draft(matrix, arch, _CHECKPOINT, _NEWEST, {"0.5.14": trees["0.5.14"]})
+    old, _ = patch_for_draft(matrix, arch, _CHECKPOINT, _NEWEST, {"0.5.14": trees["0.5.14"]})
     assert old is not None
     # CUTLASS drops the clamp there: never without the fix that passes it on.
     assert (old.cell.key.flag_set, old.fixes) == ("flashinfer_cutlass", ("FIX101", "FIX103"))
-    assert patch_for_draft(matrix, ARCHS["sm_100"], _CHECKPOINT, _NEWEST, trees) is None
+    nothing = (None, ())
+    assert patch_for_draft(matrix, ARCHS["sm_100"], _CHECKPOINT, _NEWEST, trees) == nothing
     choices = recommend(matrix, arch, _CHECKPOINT, _NEWEST)
     [caution] = cautions(choices, trees)
     assert "w1_weight_scale_2 must match w3_weight_scale_2" in caution

@@ -143,6 +143,29 @@ def test_what_check_calls_an_error_is_not_recommended(
             assert advice["choices"] == []
 
 
+@pytest.mark.wheels
+def test_no_fix_is_printed_for_a_launch_that_check_calls_an_error(
+    checkpoint: Checkpoints, sglang_tree: Trees, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """FIX101 knows the draft of 0.5.19, whose attention then corrupts every longer prompt."""
+    arguments = ["matrix", str(checkpoint(_HYBRID)), "--arch", "sm_120", "--recommend"]
+    arguments += ["--sglang", sglang_tree("0.5.19").root, "--format", "json"]
+    arguments += ["--flags-set", "cutlass=--moe-runner-backend flashinfer_cutlass"]
+    variable = "SGLANG_SM120_FLASHMLA_BACKEND=triton"
+    for triton in ((), ("--env", variable)):
+        assert command([*arguments, *triton, "--", "--tp", "4", *_EAGLE]) == 1
+        plain = json.loads(capfd.readouterr().out)
+        [cell], [advice] = plain["cells"], plain["recommendations"]
+        assert not cell["works"]
+        if triton:
+            assert cell["path_problem"] is None
+            assert f"--env {variable} -- --tp 4" in advice["patch"]
+        else:
+            assert advice["patch"] is None
+            assert "DSV202: " in advice["caveat"]
+            assert f"Export {variable}" in advice["caveat"]
+
+
 # ------------------------------------------------------------------------------ failures
 
 
