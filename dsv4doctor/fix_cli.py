@@ -182,12 +182,15 @@ def _of_tree(
     progress: Progress,
 ) -> Outcome:
     from dsv4doctor.patching import restore
-    from dsv4doctor.target import resolve_tree
+    from dsv4doctor.target import resolve_verified
 
-    store = _store(resolve_tree(said, progress.download))
+    tree, verified = resolve_verified(said, progress.download)
+    store = _store(tree)
+    if mode == "recover":
+        return restore.recover_tree(store)
     if mode == "status":
-        return restore.status(store, fixes)
-    return restore.recover_tree(store) if mode == "recover" else restore.revert(store, fixes, asked)
+        return restore.status(store, fixes, verified)
+    return restore.revert(store, fixes, asked, verified)
 
 
 def _of_launch(

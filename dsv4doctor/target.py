@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsv4doctor import jsonio
 from dsv4doctor.errors import UsageError
+from dsv4doctor.evidence.stamped import verified_for
 from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
 from dsv4doctor.facts.files import shown
 from dsv4doctor.facts.gpu import read_gpus
@@ -187,14 +188,29 @@ def resolve_tree(options: Options, download: Download | None = None) -> SglangTr
 
     Raises UsageError where there is none.
     """
+    return _tree_alone(options, download)[0]
+
+
+def resolve_verified(
+    options: Options, download: Download | None = None
+) -> tuple[SglangTree, dict[str, str]]:
+    """`resolve_tree`, and our kernels that were verified on this machine for it, and the day."""
+    tree, interpreter, variables = _tree_alone(options, download)
+    return tree, verified_for(tree, interpreter, read_gpus(), variables)
+
+
+def _tree_alone(
+    options: Options, download: Download | None
+) -> tuple[SglangTree, Path, dict[str, str]]:
+    """The tree, the interpreter around it and the variables that it is run with."""
     environment = dict(os.environ)
     launch = _launch(options, None, environment) if options.launch is not None else None
     interpreter = _interpreter(options, launch, [])
-    if options.sglang is not None:
-        return _named_tree(options.sglang, interpreter, download)
     variables = {**environment, **(launch.environment if launch else {}), **env_pairs(options.env)}
-    _, tree = read_stack(interpreter, variables)
-    return _required(tree, interpreter)
+    if options.sglang is not None:
+        return _named_tree(options.sglang, interpreter, download), interpreter, variables
+    stack, tree = read_stack(interpreter, variables)
+    return _required(tree, interpreter), Path(stack.interpreter), variables
 
 
 def facts_of_machine(options: Options, download: Download | None = None) -> Snapshot:

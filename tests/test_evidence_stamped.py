@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from patching_trees import job, part_of
+from patching_trees import insisting, job, part_of
 
+from dsv4doctor import target
+from dsv4doctor.cli import run
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.stamped import verified_here
 from dsv4doctor.fixes import ALL
@@ -140,6 +142,49 @@ def test_a_plan_says_what_was_verified_here_already(
 
 def _gpus(*gpus: Gpu, driver: str | None = "580.65", unavailable: str | None = None) -> Snapshot:
     return replace(HERE, gpu=GpuFacts(gpus, driver, unavailable))
+
+
+@pytest.mark.wheels
+def test_a_tree_that_is_served_here_says_what_was_verified(
+    sglang_tree: Callable[[str], SglangTree],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--status and --revert --only, which need no launch."""
+    files = dict.fromkeys(file for fix in ALL for file in fix.files)
+    tree = part_of(sglang_tree("0.5.18"), tmp_path / "tree", files)
+    installed = replace(tree, origin="installed")
+    monkeypatch.setattr(target, "read_stack", lambda *_: (HERE.stack, installed))
+    monkeypatch.setattr(target, "read_gpus", lambda: HERE.gpu)
+    state = tmp_path / "state"  # where the stamps are
+    monkeypatch.setattr(target, "_named_tree", lambda *_: tree)
+
+    def said(*arguments: str) -> str:
+        run(["fix", *arguments])
+        found = capsys.readouterr()
+        return " ".join(f"{found.out} {found.err}".split())
+
+    ours = "routed experts that go to dsv4doctor's own kernel:"
+    until = f"{ours} the server stops while it builds the model until"
+    here = f"{ours} verified on this machine on 20"
+    for is_verified in (False, True):
+        work.apply(job(tree, state, insisting(), only=("FIX102", "FIX103")))
+        if is_verified:
+            assert record("moe_nvfp4", (replace(GOOD[0], kernel="moe_nvfp4"),), PLATFORM)
+        expected = here if is_verified else until
+        reverted = said("--revert", "--only", "FIX103")
+        assert expected in reverted
+        assert "still in: FIX102" in reverted
+        state_file = job(tree, state, ALL).store.path
+        kept = state_file.read_bytes()
+        state_file.unlink()  # as after `git apply`: whatever is in the files counts
+        assert expected in said("--status")
+        assert until in said("--status", "--sglang", tree.root)  # of another Python, or none
+        assert until in said("--status", "--env", "HOME=/srv")
+        state_file.write_bytes(kept)
+        run(["fix", "--revert"])
+        capsys.readouterr()
 
 
 @pytest.mark.parametrize(

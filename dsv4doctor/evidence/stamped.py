@@ -6,12 +6,13 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.kernels import stamps
 from dsv4doctor.kernels.registry import OPERATIONS
-from dsv4doctor.models import GpuFacts, Snapshot
+from dsv4doctor.models import GpuFacts, SglangTree, Snapshot
 from dsv4doctor.state import STATE_VARIABLE
 
 _ELSEWHERE = ("PYTHONPATH", "PYTHONHOME", "HOME", "XDG_STATE_HOME", STATE_VARIABLE)
@@ -25,9 +26,22 @@ def verified_here(snapshot: Snapshot, arch_source: str) -> dict[str, str]:
     Empty for a GPU that was named or read from a file, for several kinds of GPUs, for an SGLang
     or a Python other than the one that runs dsv4doctor: there the server may find another answer.
     """
-    if arch_source != "NVML" or not _serves_from_here(snapshot):
+    tree, stack, launch = snapshot.sglang, snapshot.stack, snapshot.launch
+    if arch_source != "NVML" or tree is None or stack is None or launch is None:
         return {}
-    platform = _platform(snapshot.gpu)
+    return verified_for(tree, Path(stack.interpreter), snapshot.gpu, launch.environment)
+
+
+def verified_for(
+    tree: SglangTree, interpreter: Path, gpus: GpuFacts, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The same of whatever is served from that tree with `interpreter` and those variables on
+    this machine, whose GPUs are `gpus`."""
+    moved = [name for name in _ELSEWHERE if name in environment]
+    is_moved = any(environment[name] != os.environ.get(name) for name in moved)
+    if tree.borrowed or is_moved or not _is_this(interpreter):
+        return {}
+    platform = _platform(gpus)
     if platform is None:
         return {}
     try:
@@ -60,15 +74,9 @@ def _version(package: str, file: str) -> str | None:
     return None
 
 
-def _serves_from_here(snapshot: Snapshot) -> bool:
-    tree, stack, launch = snapshot.sglang, snapshot.stack, snapshot.launch
-    if tree is None or tree.borrowed or stack is None or launch is None:
-        return False
-    moved = (name for name in _ELSEWHERE if name in launch.environment)
-    if any(launch.environment[name] != os.environ.get(name) for name in moved):
-        return False
-    this, its = Path(sys.executable), Path(stack.interpreter)
+def _is_this(interpreter: Path) -> bool:
+    this = Path(sys.executable)
     try:
-        return its.parent == this.parent and os.path.samefile(its, this)
+        return interpreter.parent == this.parent and os.path.samefile(interpreter, this)
     except OSError:
         return False

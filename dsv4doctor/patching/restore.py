@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.fixes.fix import Change, Fix
@@ -15,11 +16,16 @@ from dsv4doctor.patching.rewrite import keep_anew, refuse_lost, refuse_running, 
 from dsv4doctor.patching.standing import Standing
 from dsv4doctor.patching.view import Asked, Outcome, changes_of, contents_of, view
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 
-def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
+
+def revert(
+    store: Store, fixes: Sequence[Fix], asked: Asked, verified: Mapping[str, str] = _NONE
+) -> Outcome:
     """Take back every fix, or those in `asked.only`: identical bytes, mode and links.
 
-    Raises PatchRefusedError when someone else changed a file since.
+    `verified`: our kernels that were verified on the machine that serves, and the day.  Raises
+    PatchRefusedError when someone else changed a file since.
     """
     with store.locked():
         seen = view(store, [])
@@ -46,7 +52,7 @@ def revert(store: Store, fixes: Sequence[Fix], asked: Asked) -> Outcome:
         notes += keep_anew(store, seen)
         journal = write(store, seen, planned, "revert")
     # What stays is written anew, and may now lead to a kernel of ours.
-    stops = verifying.of_tree(Path(store.tree.root), fixes) if kept else []
+    stops = verifying.of_tree(Path(store.tree.root), fixes, verified) if kept else []
     gone = ", ".join(one.id for one in held if one not in kept)
     rest = ", ".join(one.id for one in kept)
     said = f"{gone} taken back" + (f"; still in: {rest}" if rest else ", the tree is as it was")
@@ -84,8 +90,8 @@ def recover_tree(store: Store) -> Outcome:
     return Outcome("recover", store.tree, 0, f"interrupted {pending.kind} {how}", journal=rest)
 
 
-def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
-    """What is in the tree, by the journal and the files themselves.
+def status(store: Store, fixes: Sequence[Fix], verified: Mapping[str, str] = _NONE) -> Outcome:
+    """What is in the tree, by the journal and the files themselves; `verified`: as of `revert`.
 
     The exit code is 1 after an interrupted run and when someone else changed a file.
     """
@@ -96,7 +102,7 @@ def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
         said = "nothing of ours is in this tree"
         if elsewhere:
             said = f"{', '.join(elsewhere)} is in this tree, put there without this user's journal"
-        notes = tuple(verifying.of_tree(root, fixes)) if elsewhere else ()
+        notes = tuple(verifying.of_tree(root, fixes, verified)) if elsewhere else ()
         return Outcome("status", store.tree, 0, said, notes=notes)
     found = standing.stands(root, journal, judge)
     names = {
@@ -113,7 +119,7 @@ def status(store: Store, fixes: Sequence[Fix]) -> Outcome:
         journal=None if standing.is_obsolete(found) and journal.pending is None else journal,
         stands=found,
         gone=_gone(store, fixes, journal, found),
-        notes=tuple(verifying.of_tree(root, fixes, known)),
+        notes=tuple(verifying.of_tree(root, fixes, verified, known)),
     )
 
 

@@ -68,16 +68,21 @@ def of_trace(after: Facts | None) -> list[str]:
     return [*_stopping(wanted), run]
 
 
-def of_tree(root: Path, fixes: Sequence[Fix], stops_for: Sequence[str] | None = None) -> list[str]:
+def of_tree(
+    root: Path,
+    fixes: Sequence[Fix],
+    verified: Mapping[str, str],
+    stops_for: Sequence[str] | None = None,
+) -> list[str]:
     """The same of the code that is in a tree, of the kernels in `stops_for` only.
 
-    None: which launches come by it is not known.
+    None: which launches come by it is not known.  `verified`: as of `summary`.
     """
     files = (disk.read(root / name) for name in dict.fromkeys(n for f in fixes for n in f.files))
     contents = [file.content for file in files if file is not None]
     found = {name.decode() for content in contents for name in _IN_SOURCE.findall(content)}
     return [
-        f"routed experts that go to dsv4doctor's own kernel: {_stops(name)}"
+        f"routed experts that go to dsv4doctor's own kernel: {_said(name, verified)}"
         for name in sorted(found)
         if stops_for is None or name in stops_for
     ]
@@ -108,9 +113,12 @@ def _stopping(
     wanted: Mapping[str, Sequence[str]], verified: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str]:
     for operation, layers in sorted(wanted.items()):
-        day = verified.get(operation)
-        said = f"verified on this machine on {day}" if day is not None else _stops(operation)
-        yield f"{named(layers)} on dsv4doctor's own kernel: {said}"
+        yield f"{named(layers)} on dsv4doctor's own kernel: {_said(operation, verified)}"
+
+
+def _said(operation: str, verified: Mapping[str, str]) -> str:
+    day = verified.get(operation)
+    return f"verified on this machine on {day}" if day is not None else _stops(operation)
 
 
 def _stops(operation: str) -> str:
