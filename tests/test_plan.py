@@ -15,7 +15,7 @@ from planning import boxed, standing
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.launch import read_script
-from dsv4doctor.memory import TorchIndexer
+from dsv4doctor.memory import Parallel, TorchIndexer, weights
 from dsv4doctor.models import Arch, GpuFacts, HostFacts, Location, SglangTree
 from dsv4doctor.planning.build import Ask, plan
 from dsv4doctor.planning.explain import explained
@@ -227,6 +227,25 @@ def test_memory_of_a_side(flash: Path, tree: SglangTree) -> None:
     assert few.indexer == 0
     assert few.short is not None
     assert "less than one request" in few.short
+
+
+@pytest.mark.parametrize(
+    ("flags", "attention"),
+    [
+        ((), 8),
+        (("--dp-size", "8", "--enable-dp-attention"), 1),
+        (("--data-parallel-size=4", "--enable-dp-attention"), 2),
+    ],
+)
+def test_data_parallel_attention_is_whole_in_each_replica(
+    flash: Path, tree: SglangTree, flags: tuple[str, ...], attention: int
+) -> None:
+    ask = Ask(False, flags=flags)
+    on = standing(flash, tree, ask)
+    need = weights(on.target.checkpoint, Parallel(8, attention), draft=False, wo_a_in_bf16=True)
+    [whole] = plan(ask, on).servers
+    [fraction] = [flag for flag in whole.flags if flag.name == "--mem-fraction-static"]
+    assert f" {need.total / 2**30:.1f} GiB of weights" in fraction.why
 
 
 def test_a_plan_that_does_not_fit_says_so(flash: Path, tree: SglangTree) -> None:

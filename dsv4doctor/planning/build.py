@@ -214,6 +214,7 @@ def _size(part: Part, side: Side, wanted: Wanted, on: Ground) -> Size:
         on.features,
         memory=min(gpu.memory_bytes for gpu in side.gpus),
         ranks=len(side.gpus),
+        attentions=wanted.attentions,
         load=Load(wanted.context, wanted.requests, wanted.draft_tokens),
         prefills=part is not Part.DECODE,
         decodes=part is not Part.PREFILL,

@@ -33,6 +33,7 @@ _INSTEAD = {
     "--model-path": "MODEL",
     "--model": "MODEL",
 }
+_REPLICAS = ("--dp-size", "--data-parallel-size", "--dp")
 EAGLE_STEPS = (
     ("--speculative-num-steps", "1"),
     ("--speculative-eagle-topk", "1"),
@@ -63,6 +64,15 @@ class Wanted:
             return 1
         said = "".join(named.get("--speculative-num-draft-tokens", ()))
         return int(said) if said.isdigit() and int(said) > 1 else 4
+
+    @property
+    def attentions(self) -> int:
+        """Replicas of the attention among a server's ranks; 1 without data-parallel attention."""
+        named = {setting.name: setting.values for setting in self.extra}
+        if "--enable-dp-attention" not in named:
+            return 1
+        said = "".join("".join(named.get(name, ())) for name in _REPLICAS)
+        return int(said) if said.isdigit() and int(said) > 1 else 1
 
 
 def parse_extra(words: Sequence[str]) -> tuple[Setting, ...]:

@@ -96,15 +96,18 @@ def size(
     load: Load,
     prefills: bool,
     decodes: bool,
+    attentions: int = 1,
     indexer: TorchIndexer | None = None,
 ) -> Size:
-    """For one server of `ranks` GPUs with `memory` bytes each; `indexer`: the one in torch
-    operations, where it is what runs.
+    """For one server of `ranks` GPUs with `memory` bytes each, which hold `attentions` replicas of
+    the attention; `indexer`: the one in torch operations, where it is what runs.
 
     Takes the largest chunk with which the load fits, and the smallest chunk where none does.
     """
     draft = load.draft_tokens > 1
-    parallel = Parallel(ranks, ranks, engram_over_ranks=features.engram_over_ranks)
+    parallel = Parallel(
+        ranks, max(ranks // attentions, 1), engram_over_ranks=features.engram_over_ranks
+    )
     need = weights(checkpoint, parallel, draft=draft, wo_a_in_bf16=True)
     token = kv_of_token(checkpoint.text_config, features, draft)
     sizes = []
