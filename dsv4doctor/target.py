@@ -26,7 +26,7 @@ from dsv4doctor.facts.host import read_host
 from dsv4doctor.facts.measure import measure
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
 from dsv4doctor.facts.stack import against, read_stack
-from dsv4doctor.facts.tree import read_tree
+from dsv4doctor.facts.tree import mixed, read_tree
 from dsv4doctor.flags import MODEL_FLAGS, flag_value
 from dsv4doctor.launch import from_arguments, read_script
 from dsv4doctor.launch_limits import check_limits
@@ -133,6 +133,7 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         checkpoint = kept or read_checkpoint(model_path, default_cache() / "checkpoints")
         tree, stack = tree_and_stack.result()
         host = machine.result() if machine is not None else saved.host if saved else None
+    notes += mixed(Path(tree.root))
     snapshot = take(
         gpu=gpus,
         sglang=tree,

@@ -35,7 +35,7 @@ from dsv4doctor.models import Facts, Kernel, SglangTree
 from dsv4doctor.patching import pristine, restore, work
 from dsv4doctor.patching.plan import Status
 from dsv4doctor.patching.render import as_diff, as_json, console
-from dsv4doctor.patching.view import Asked
+from dsv4doctor.patching.view import Asked, Outcome
 from dsv4doctor.report.console import Style
 
 Tree = Callable[[str], SglangTree]
@@ -408,6 +408,27 @@ def test_a_file_that_a_checkout_does_not_have(tree: SglangTree, tmp_path: Path) 
     subprocess.run([*git, *author, "commit", "-q", "-m", "all"], check=True)
     assert not judge.lacks(KV)
     assert judge.lacks("sglang/srt/gone.py")
+
+
+@pytest.mark.wheels
+def test_every_command_says_that_a_release_was_unpacked_over_another(
+    tree: SglangTree, state: Path
+) -> None:
+    root = Path(tree.root)
+    (root / "sglang/_version.py").write_text(f"__version__ = {tree.version!r}\n")
+    older = root / "sglang-0.5.12.dist-info"
+    older.mkdir()
+    (older / "METADATA").write_text("Name: sglang\nVersion: 0.5.12\n")
+    wanted = job(tree, state)
+
+    def said(outcome: Outcome) -> list[str]:
+        return [note for note in outcome.notes if f"its code is of {tree.version}" in note]
+
+    for _ in range(2):  # with fixes in it too
+        assert len(said(restore.status(wanted.store, BOTH))) == 1
+        assert len(said(work.make_plan(wanted))) == 1
+        assert len(said(work.apply(wanted))) == 1
+    assert len(said(restore.revert(wanted.store, BOTH, Asked()))) == 1
 
 
 @pytest.mark.wheels

@@ -1,6 +1,7 @@
 """Packages and SGLang trees: real wheels, real environments, and what is none."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from packaging.requirements import Requirement
 
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.stack import compare, read_stack
-from dsv4doctor.facts.tree import read_tree, requirements
+from dsv4doctor.facts.tree import mixed, read_tree, requirements
 from dsv4doctor.models import Package, SglangTree, Stack
 
 Trees = Callable[[str], SglangTree]
@@ -91,6 +92,25 @@ def test_generated_version_file(tmp_path: Path) -> None:
     small_tree(tmp_path, "from sglang._version import __version__\n")
     write(tmp_path / "sglang" / "_version.py", "__version__ = '0.5.24.dev3'\n")
     assert read_tree(tmp_path).version == "0.5.24.dev3"
+
+
+@pytest.mark.parametrize("code", ["0.5.14", "0.5.16", "0.5.23"])
+def test_the_release_unpacked_last_is_named_of_several(tmp_path: Path, code: str) -> None:
+    small_tree(tmp_path, f"__version__ = '{code}'\n")
+    for version in ("0.5.14", "0.5.16", "0.5.23"):
+        distribution(tmp_path, "sglang", version, (f"torch=={version}",))
+    tree = read_tree(tmp_path)
+    assert tree.version == code
+    assert [str(one) for one in requirements(tree)] == [f"torch=={code}"]
+    (said,) = mixed(tmp_path)
+    assert f"several SGLang releases were unpacked into {tmp_path} (0.5.14, 0.5.16, 0.5.23)" in said
+    assert f"its code is of {code}" in said
+    write(tmp_path / "sglang" / "version.py")
+    (said,) = mixed(tmp_path)
+    assert "which of them its code is of is not known" in said
+    for version in ("0.5.16", "0.5.23"):
+        shutil.rmtree(tmp_path / f"sglang-{version}.dist-info")
+    assert mixed(tmp_path) == ()
 
 
 def test_checkout(tmp_path: Path) -> None:

@@ -60,6 +60,17 @@ def test_the_driver_says_which_gpu(look: Callable[..., Target]) -> None:
     assert found.notes == ()
 
 
+def test_a_release_unpacked_over_another_is_said(look: Callable[..., Target], tree: Path) -> None:
+    for version in ("0.5.16", "0.5.14", "0.5.12"):
+        folder = tree / f"sglang-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: sglang\nVersion: {version}\n")
+    found = look()
+    assert found.tree.version == "0.5.14"
+    (note,) = found.notes
+    assert "(0.5.12, 0.5.14, 0.5.16): its code is of 0.5.14" in note
+
+
 def test_arch_is_taken_as_said(look: Callable[..., Target]) -> None:
     other = look((_PRO,), arch="sm_100")
     assert (other.arch, other.arch_source, other.gpu) == (ARCHS["sm_100"], "--arch", None)

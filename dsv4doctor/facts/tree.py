@@ -56,15 +56,21 @@ def _find_root(path: Path) -> Path:
 def read_version(root: Path) -> str:
     """From the distribution's metadata, else from version.py or _version.py, else "unknown"."""
     distribution = _distribution(root)
-    # A damaged METADATA gives None here, whatever its annotation says.
-    version: Any = None if distribution is None else distribution.version
-    if isinstance(version, str):
-        return version
-    for name in ("version.py", "_version.py"):
-        written = _assigned_version(root / "sglang" / name)
-        if written is not None:
-            return written
-    return "unknown"
+    version = None if distribution is None else _version(distribution)
+    return version or _written_version(root) or "unknown"
+
+
+def mixed(root: Path) -> tuple[str, ...]:
+    """What to say of a tree with the metadata of several releases; empty: there is one at most."""
+    found = sorted({version for one in _distributions(root) if (version := _version(one))})
+    if len(found) < 2:
+        return ()
+    written = _written_version(root)
+    if written in found:
+        of = f"its code is of {written}, and what that has not may be left of another"
+    else:
+        of = "which of them its code is of is not known"
+    return (f"several SGLang releases were unpacked into {root} ({', '.join(found)}): {of}",)
 
 
 def requirements(tree: SglangTree) -> tuple[Requirement, ...]:
@@ -89,7 +95,29 @@ def requirements(tree: SglangTree) -> tuple[Requirement, ...]:
 
 
 def _distribution(root: Path) -> metadata.Distribution | None:
-    return next(iter(metadata.distributions(name="sglang", path=[str(root)])), None)
+    """Of several, the one of the code: a release was unpacked over another."""
+    found = _distributions(root)
+    if len(found) > 1:
+        written = _written_version(root)
+        found.sort(key=lambda one: _version(one) != written)
+    return next(iter(found), None)
+
+
+def _distributions(root: Path) -> list[metadata.Distribution]:
+    return list(metadata.distributions(name="sglang", path=[str(root)]))
+
+
+def _version(distribution: metadata.Distribution) -> str | None:
+    # A damaged METADATA gives None here, whatever its annotation says.
+    version: Any = distribution.version
+    return version if isinstance(version, str) else None
+
+
+def _written_version(root: Path) -> str | None:
+    """What the code itself says."""
+    names = ("version.py", "_version.py")
+    found = (_assigned_version(root / "sglang" / name) for name in names)
+    return next((version for version in found if version is not None), None)
 
 
 def _assigned_version(path: Path) -> str | None:

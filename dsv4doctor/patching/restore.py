@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dsv4doctor.errors import UsageError
+from dsv4doctor.facts.tree import mixed
 from dsv4doctor.fixes.fix import Change, Fix
 from dsv4doctor.patching import disk, plan, pristine, standing, verifying
 from dsv4doctor.patching.apply import recover, refuse_unwritable
@@ -102,8 +103,8 @@ def status(store: Store, fixes: Sequence[Fix], verified: Mapping[str, str] = _NO
         said = "nothing of ours is in this tree"
         if elsewhere:
             said = f"{', '.join(elsewhere)} is in this tree, put there without this user's journal"
-        notes = tuple(verifying.of_tree(root, fixes, verified)) if elsewhere else ()
-        return Outcome("status", store.tree, 0, said, notes=notes)
+        notes = verifying.of_tree(root, fixes, verified) if elsewhere else []
+        return Outcome("status", store.tree, 0, said, notes=(*mixed(root), *notes))
     found = standing.stands(root, journal, judge)
     names = {
         name: judge.of(name, store.content(kept.sha256)) for name, kept in journal.originals.items()
@@ -119,7 +120,7 @@ def status(store: Store, fixes: Sequence[Fix], verified: Mapping[str, str] = _NO
         journal=None if standing.is_obsolete(found) and journal.pending is None else journal,
         stands=found,
         gone=_gone(store, fixes, journal, found),
-        notes=tuple(verifying.of_tree(root, fixes, verified, known)),
+        notes=(*mixed(root), *verifying.of_tree(root, fixes, verified, known)),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsv4doctor.errors import PatchRefusedError, UsageError
+from dsv4doctor.facts.tree import mixed
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Facts, SglangTree
 from dsv4doctor.patching import disk, pristine, standing
@@ -80,7 +81,7 @@ def view(store: Store, fixes: Sequence[Fix]) -> View:
     """
     root = Path(store.tree.root)
     journal, judge = store.load(), pristine.judge(root)
-    notes: tuple[str, ...] = ()
+    notes = mixed(root)
     found: Mapping[str, standing.Stand] = {}
     replaced: Mapping[str, Original] = {}
     if journal is not None:
@@ -88,7 +89,7 @@ def view(store: Store, fixes: Sequence[Fix]) -> View:
         found = standing.stands(root, journal, judge)
         replaced = standing.replaced(journal, found)
         if standing.is_obsolete(found):
-            journal, notes, found = None, (standing.obsolete(found),), {}
+            journal, notes, found = None, (*notes, standing.obsolete(found)), {}
         else:
             standing.refuse_foreign(store, journal, found)
             journal = standing.renewed(journal, found, judge)
