@@ -380,22 +380,32 @@ class PathWatch:
                 if condition is not None and condition is not last[0]:
                     step["branches"].append(_branch(frame, condition))
                 last[0] = condition
+            elif event == "exception" and not issubclass(argument[0], StopIteration):
+                self._raised(step)
             elif event == "return":
                 step["returned"] = _returned(argument)
-                if step["branches"] and "body" in step["branches"][-1]:
-                    step["branches"][-1]["taken"] = False
+                self._resolve(step, None)
             return local
 
         return local
 
     @staticmethod
     def _resolve(step, line):
-        """The line that runs after a condition tells which way it went."""
-        if step["branches"]:
-            branch = step["branches"][-1]
-            if "body" in branch and not branch["first"] <= line <= branch["last"]:
-                first, last = branch.pop("body")
-                branch["taken"] = first <= line <= last
+        """The line that runs after a condition, None: there is none, tells which way it went."""
+        branch = _open(step)
+        if branch is None or (line is not None and branch["first"] <= line <= branch["last"]):
+            return
+        first, last = branch.pop("body")
+        inside = line is not None and first <= line <= last
+        branch["taken"] = inside != branch["asserts"]
+
+    @staticmethod
+    def _raised(step):
+        """The assertion does not hold; of another condition the value was not reached."""
+        branch = _open(step)
+        if branch is not None:
+            del branch["body"]
+            branch["taken"] = False if branch["asserts"] else None
 
     def _conditions(self, code):
         """line -> condition of the if, while or conditional expression on it."""
@@ -418,7 +428,7 @@ class PathWatch:
                 folded[key] = step
         for step in folded.values():
             for branch in step["branches"]:
-                for internal in ("first", "last", "body"):
+                for internal in ("first", "last", "body", "asserts"):
                     branch.pop(internal, None)
         return list(folded.values())
 
@@ -440,7 +450,9 @@ def _read_conditions(code):
         if isinstance(body, list):
             block = (body[0].lineno + offset, body[-1].end_lineno + offset)
         elif isinstance(node, ast.Assert):
-            block = (0, sys.maxsize)  # whatever runs next, the assertion held
+            # What runs when it does not hold; a message on the line of the test runs unseen.
+            message = node.msg or node.test
+            block = (message.lineno + offset, (message.end_lineno or 0) + offset)
         condition = {
             "text": ast.unparse(test)[:300],
             "names": sorted(
@@ -453,10 +465,17 @@ def _read_conditions(code):
             "first": min(node.lineno, test.lineno) + offset,
             "last": (test.end_lineno or test.lineno) + offset,
             "body": block,
+            "asserts": isinstance(node, ast.Assert),
         }
         for line in range(condition["first"], condition["last"] + 1):
             conditions.setdefault(line, condition)
     return conditions
+
+
+def _open(step):
+    """The last condition, if which way it went is not known yet."""
+    branch = step["branches"][-1] if step["branches"] else None
+    return branch if branch is not None and "body" in branch else None
 
 
 def _branch(frame, condition):
@@ -475,6 +494,7 @@ def _branch(frame, condition):
         "taken": None,
         "first": condition["first"],
         "last": condition["last"],
+        "asserts": condition["asserts"],
     }
     if condition["body"] is not None:
         branch["body"] = condition["body"]
