@@ -52,12 +52,16 @@ def used_gpus(facts: Facts) -> tuple[Gpu, ...]:
 
 def has_nvlink(facts: Facts) -> bool:
     """Whether every GPU of the launch has NVLinks that are up; NotChecked where nobody says."""
-    mine = {gpu.pci_bus_id for gpu in used_gpus(facts)}
-    links = [link for link in topology(facts).links if link.address in mine]
-    if links and all(link.nvlinks is not None for link in links):
+    mine = used_gpus(facts)
+    addresses = {gpu.pci_bus_id for gpu in mine}
+    links = [link for link in topology(facts).links if link.address in addresses]
+    is_whole = len(mine) >= ranks(facts)
+    if is_whole and links and all(link.nvlinks is not None for link in links):
         return all(link.nvlinks for link in links)
     if facts.arch.is_sm12x:
         return False  # no board of sm_12x has any
+    if not is_whole:
+        raise NotChecked("the launch takes more GPUs than this machine has")
     raise NotChecked("the driver does not say whether there is NVLink")
 
 

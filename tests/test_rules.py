@@ -23,6 +23,7 @@ from dsv4doctor.rules import (
     MODULES,
     RULES,
     communication_needs_nvlink,
+    custom_all_reduce_pcie,
     deep_gemm_forced,
     dense_fp8_v41,
     gpus_across_nodes,
@@ -200,6 +201,14 @@ def test_a_way_out_of_the_experts_does_not_hide_another_path_that_fails() -> Non
 def test_hot_paths_that_were_not_traced_are_no_pass() -> None:
     (result,) = run_rules([hot_path_fails.RULE], facts("sm_120", [*MAIN_TRTLLM]))
     assert (result.outcome, result.required) == (Outcome.SKIP, False)
+
+
+def test_the_one_gpu_of_a_machine_tells_nothing_of_the_links_of_four() -> None:
+    (result,) = run_rules(
+        [custom_all_reduce_pcie.RULE], machine(1, "sm_90", resolved={"tp_size": 4})
+    )
+    assert result.outcome is Outcome.SKIP
+    assert result.reason == "the launch takes more GPUs than this machine has"
 
 
 def test_weights_of_layers_that_are_not_loaded_are_not_counted() -> None:
