@@ -115,7 +115,7 @@ def _conditional(
     matches: Sequence[Match],
     remarks: list[str],
 ) -> list[Match]:
-    """What would be a failure on sm_12x, in a log that does not say which GPU it is.
+    """What fails on any GPU but SM100 and SM103, in a log that does not say which GPU it is.
 
     Reported where the log has an error that nothing else explains; else only remarked.
     """
@@ -134,8 +134,8 @@ def _conditional(
         if seen.errors and not is_explained:
             found.append(_match(tally, kept, known))
         remarks.append(
-            f"line {kept.line.number}: {signature.title}: right on SM100, a failure on sm_12x; "
-            f"the log does not say which GPU it is, --arch does"
+            f"line {kept.line.number}: {signature.title}: right on SM100 and SM103, a "
+            "failure on any other GPU; the log does not say which GPU it is, --arch does"
         )
     return found
 
