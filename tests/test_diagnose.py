@@ -98,7 +98,8 @@ def test_trtllm_lines_without_a_gpu_are_only_a_note() -> None:
     )
     unknown = read(line)
     assert (found(unknown), unknown.exit_code) == ([], 0)
-    assert "a failure on any other GPU" in unknown.notes[0] and "--arch" in unknown.notes[0]
+    assert "a failure on any other GPU" in unknown.notes[0]
+    assert "--arch" in unknown.notes[0]
     assert found(read(line, "sm_120")) == ["LOG101"]
     assert read(line, "sm_100").notes == ()
 
