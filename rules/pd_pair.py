@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4doctor.models import Facts, Finding, Remedy, Severity, Stack
-from dsv4doctor.rules.common import flag, same_value, set_by_user, stopped_early
+from dsv4doctor.rules.common import flag, in_effect, same_value, set_by_user, stopped_early
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import scene
 
@@ -257,12 +257,19 @@ def _variables(one: Facts, other: Facts) -> Iterator[Difference]:
     """Switches of kernels and of the transfer."""
     for name in sorted(_names(one) | _names(other)):
         mine, theirs = (set_by_user(side, name) for side in (one, other))
-        if mine == theirs or (mine and theirs and same_value(mine, theirs)):
+        if mine == theirs or same_value(_seen(one, name), _seen(other, name)):
             continue
         in_cache = name in _CACHE_VARIABLES
         what = _LAYOUT if in_cache else "A kernel or transport is switched on one side only."
         severity = Severity.ERROR if in_cache else Severity.WARNING
         yield Difference(name, (mine or "not set", theirs or "not set"), what, severity)
+
+
+def _seen(facts: Facts, name: str) -> str:
+    """What the server sees, which may be the default; where SGLang stopped before that is known,
+    what is set."""
+    is_known = facts.trace is not None and not stopped_early(facts.trace)
+    return (in_effect(facts, name) if is_known else set_by_user(facts, name)) or ""
 
 
 def _names(facts: Facts) -> set[str]:
@@ -372,6 +379,19 @@ EXAMPLES = (
         "a kernel switch on one side",
         pair(environment={"SGLANG_SM120_FLASHMLA_BACKEND": "triton"}),
         expect=("SGLANG_SM120_FLASHMLA_BACKEND",),
+    ),
+    Example(
+        "a kernel switch as it is anyway on one side",
+        pair(environment={"SGLANG_SM120_FLASHMLA_BACKEND": "flashinfer"}),
+    ),
+    Example(
+        "the cache's layout as it is anyway on one side",
+        pair(environment={"SGLANG_DSV4_FP4_EXPERTS": "1"}),
+    ),
+    Example(
+        "a switch as it is by default on one side, where SGLang sets another value",
+        pair(environment={"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "1"}, overwritten={}),
+        expect=("SGLANG_OPT_DEEPGEMM_HC_PRENORM",),
     ),
     Example(
         "parser on one side",
