@@ -17,7 +17,9 @@ from log_writer import ARGUMENTS_0514, healthy
 
 from dsv4doctor.cli import run
 from dsv4doctor.diagnose.signature import signatures
+from dsv4doctor.errors import UsageError
 from dsv4doctor.models import SglangTree
+from dsv4doctor.target import Options, Target
 
 _ROOT = Path(__file__).parent.parent
 _CRASH = """[2026-11-29 14:10:00 TP0 EP0] Shuffling FP4 expert weights for TRT-LLM MxFP4 kernel (layer: model.decoder.mlp.experts)...
@@ -192,6 +194,29 @@ def test_trace_goes_on_to_the_very_launch(
     evidence = document["matches"][0]["evidence"]
     assert evidence[0]["file"].endswith("mxfp4_flashinfer_trtllm_moe.py")
     assert "Shuffling FP4 expert weights" in evidence[0]["source"]
+
+
+@pytest.mark.parametrize(("draft", "is_kept"), [("/m/V4", False), ("/m/draft", True)])
+def test_a_draft_in_the_model_s_own_folder_moves_with_model(
+    draft: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang fills --speculative-draft-model-path in itself, with the server's path."""
+    asked: list[Options] = []
+
+    def resolve(options: Options, *_: object) -> Target:
+        asked.append(options)
+        raise UsageError("enough", "")
+
+    monkeypatch.setattr("dsv4doctor.target.resolve", resolve)
+    log = tmp_path / "server.log"
+    log.write_text(
+        "server_args=ServerArgs(model_path='/m/V4', speculative_algorithm='EAGLE', "
+        f"speculative_draft_model_path='{draft}')\n"
+    )
+    assert run(["diagnose", str(log), "--trace", "--model", str(tmp_path)]) == 2
+    [options] = asked
+    kept = ("--speculative-draft-model-path", draft) if is_kept else ()
+    assert options.flags == ("--speculative-algorithm", "EAGLE", *kept)
 
 
 def test_a_command_is_one_line_on_a_narrow_terminal(

@@ -9,7 +9,10 @@ from dsv4doctor.diagnose.reader import Progress, Source
 from dsv4doctor.diagnose.scan import Scanner
 from dsv4doctor.diagnose.signature import signatures
 from dsv4doctor.errors import UsageError
-from dsv4doctor.models import Report
+from dsv4doctor.flags import flag_value, without
+from dsv4doctor.models import Launch, Report
+
+_DRAFT = "--speculative-draft-model-path"
 
 
 def diagnose(name: str, arch: str | None = None, progress: Progress | None = None) -> Diagnosis:
@@ -51,10 +54,18 @@ def check_launch(
         )
     options = Options(
         model=model or found.launch.model,
-        flags=found.launch.flags,
+        flags=_flags(found.launch),
         sglang=sglang,
         python=python,
         arch=arch or diagnosis.facts.arch or "auto",
         env=env,
     )
     return audit(resolve(options, download), Settings(timeout=timeout), phase)
+
+
+def _flags(launch: Launch) -> tuple[str, ...]:
+    """The launch's flags.  A draft of the model's own folder is not named: SGLang takes that
+    without the flag, which it logs all the same, and here the folder may be another one."""
+    if launch.model is None or flag_value(launch.flags, _DRAFT) != launch.model:
+        return launch.flags
+    return without(launch.flags, (_DRAFT,))
