@@ -274,6 +274,10 @@ def test_a_tree_that_was_installed_anew(
         ("absolute", "outside the tree"),
         ("an original less", "has no original of"),
         ("nothing in it", "names no file"),
+        ("bytes up and out", "names '../../x', no sha256"),
+        ("bytes of no name", r"names '\ud800', no sha256"),
+        ("a name that is none", r"names 'sglang/\ud800', outside the tree"),
+        ("a link to nowhere", "names a link to no path"),
     ],
 )
 def test_a_damaged_journal_costs_no_original(
@@ -293,6 +297,14 @@ def test_a_damaged_journal_costs_no_original(
             del plain["originals"][KV]
         case "nothing in it":
             plain["originals"], plain["settled"]["files"] = {}, {}
+        case "bytes up and out":
+            plain["settled"]["files"][KV] = "../../x"
+        case "bytes of no name":
+            original["sha256"] = "\ud800"
+        case "a name that is none":
+            plain["originals"]["sglang/\ud800"] = original
+        case "a link to nowhere":
+            original["link"] = "\ud800"
     wanted.store.path.write_text(json.dumps(plain))
     patched, kept = contents(Path(tree.root)), contents(wanted.store.folder / "bytes")
     for call in (

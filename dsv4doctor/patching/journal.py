@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from dsv4doctor.state import STATE_VARIABLE
 
 FORMAT = 1
 _MAX_BYTES = 16 << 20
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,15 @@ class Journal:
 def _is_inside(name: str) -> bool:
     """Whether a file's name is one in a tree: below sglang/, without a way out of it."""
     parts = name.split("/")
-    odd = {"", ".", ".."} & set(parts) or "\0" in name
+    odd = {"", ".", ".."} & set(parts) or not _is_path(name)
     return parts[0] == "sglang" and len(parts) > 1 and not odd
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 class Store:
@@ -140,12 +149,20 @@ class Store:
         files = {name for state in states for name in state.files}
         outside = [name for name in {*journal.originals, *files} if not _is_inside(name)]
         lost = sorted(files - set(journal.originals))
+        links = [one.link for one in journal.originals.values() if one.link is not None]
+        hashes = {one.sha256 for one in journal.originals.values()}
+        hashes |= {name for state in states for name in state.files.values()}
+        unknown = [name for name in hashes if not _SHA256.fullmatch(name)]
         if outside:
-            wrong = f"names {min(outside)!r}, outside the tree"
+            wrong = f"names {min(outside)!a}, outside the tree"
         elif lost:
             wrong = f"has no original of {lost[0]}"
         elif not journal.originals:
             wrong = "names no file"
+        elif unknown:
+            wrong = f"names {min(unknown)!a}, no sha256"
+        elif not all(_is_path(link) for link in links):
+            wrong = "names a link to no path"
         else:
             return
         raise UsageError(
