@@ -102,12 +102,13 @@ def _seen(facts: Facts) -> tuple[int, list[str]]:
 
 def _named(visible: str, total: int) -> int:
     """How many GPUs that value names at most: CUDA stops at the first that is none."""
-    count = 0
+    count, there = 0, {str(index) for index in range(total)}
     names = [name.strip() for name in visible.split(",")]
     for name in dict.fromkeys(names):
-        if name == "-1" or (total and name.isdigit() and int(name) >= total):
+        is_number = name.isascii() and name.isdigit()
+        if name == "-1" or (total and is_number and (name.lstrip("0") or "0") not in there):
             break
-        if not name.isdigit() and not name.startswith(("GPU-", "MIG-")):
+        if not is_number and not name.startswith(("GPU-", "MIG-")):
             raise NotChecked(f"{_VISIBLE}={visible} names GPUs by something else")
         count += 1
     return count
@@ -171,6 +172,7 @@ EXAMPLES = (
     Example("eight ranks on two smaller nodes", _on(2, tp_size=8, nnodes=2), expect=("GPUs",)),
     Example("two stages on two nodes", _on(4, tp_size=4, pp_size=2, nnodes=2)),
     Example("GPUs that the machine has not got", _on(4, "4,5,6,7", tp_size=4), expect=("GPUs",)),
+    Example("a number longer than any", _on(4, "0,1," + "9" * 5000, tp_size=4), expect=("GPUs",)),
     Example("one GPU by its UUID", _on(8, "GPU-5fd4f087", tp_size=2), expect=("GPUs",)),
     Example("two instances", _on(1, "MIG-5fd4f087,MIG-4ea1aa9b", tp_size=2)),
     Example("a list that ends early", _on(4, "0,1,-1,2,3", tp_size=4), expect=("GPUs",)),

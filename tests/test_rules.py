@@ -27,6 +27,7 @@ from dsv4doctor.rules import (
     deep_gemm_forced,
     dense_fp8_v41,
     gpus_across_nodes,
+    gpus_not_visible,
     hot_path_fails,
     layer_raises,
     memory_headroom,
@@ -221,6 +222,17 @@ def test_weights_of_layers_that_are_not_loaded_are_not_counted() -> None:
     (result,) = run_rules([memory_headroom.RULE], replace(example, snapshot=snapshot))
     assert result.outcome is Outcome.SKIP
     assert "--json-model-override-args" in str(result.reason)
+
+
+@pytest.mark.parametrize("visible", ["", "\u00b2", "all", "0,gpu1"])
+def test_gpus_that_nobody_can_count_are_not_counted(visible: str) -> None:
+    example = gpus_not_visible.EXAMPLES[0].facts
+    launch = example.snapshot.launch
+    assert launch is not None
+    said = replace(launch, environment={"CUDA_VISIBLE_DEVICES": visible})
+    snapshot = replace(example.snapshot, launch=said)
+    (result,) = run_rules([gpus_not_visible.RULE], replace(example, snapshot=snapshot))
+    assert result.outcome is Outcome.SKIP
 
 
 def test_rules_ask_for_arguments_that_a_trace_reports() -> None:
