@@ -88,6 +88,8 @@ def path_outcome(
 def _problem(trace: Trace, wanted: Sequence[HotPath]) -> str | None:
     if trace.errors:
         return f"SGLang raises {trace.errors[0].type}"
+    if trace.unresolved:
+        return "the trace stopped short"
     for path in trace.failing_paths:
         return f"{path.role.value} {path.name}: {path.reason}"
     for before in wanted:

@@ -79,6 +79,8 @@ def test_only_what_is_known_to_run_helps() -> None:
     other = (*runs, replace(runs[0], name="mhc-pre", verdict=Verdict.FAILS))
     assert "mhc-pre" in (problem(replace(trace, paths=other)) or "")
     assert "not reached" in (problem(replace(trace, paths=())) or "")
+    short = replace(trace, paths=runs, unresolved=("draft: KeyError: 'x'",))
+    assert problem(short) == "the trace stopped short"
     assert problem(UndeterminedError("killed")) == "the trace failed"
 
 
