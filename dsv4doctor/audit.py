@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from dsv4doctor.models import (
     Alternative,
     Facts,
     Finding,
-    HotPath,
     Layer,
     Outcome,
     Report,
@@ -38,8 +37,6 @@ from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
 from dsv4doctor.verdicts import drops_clamp, judge, judge_path, said_of_clamp
 
 Progress = Callable[[str], None]
-_ABSENT = " is not installed"
-"""How a trace's leniency about a package goes on after its name."""
 _EXPERTS = ("DSV1", "DSV3")
 """The rules about routed experts and their formats."""
 _SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.ERROR)
@@ -138,20 +135,8 @@ def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = No
     layers = tuple(
         judge(layer, trace.arch, text_at(texts, layer), stand_on) for layer in trace.layers
     )
-    absent = {text.partition(_ABSENT)[0] for text in trace.leniencies if _ABSENT in text}
-    paths = tuple(
-        _without_package(judge_path(path, trace.arch, stand_on), absent) for path in trace.paths
-    )
+    paths = tuple(judge_path(path, trace.arch, stand_on) for path in trace.paths)
     return replace(trace, layers=layers, paths=paths)
-
-
-def _without_package(path: HotPath, absent: Container[str]) -> HotPath:
-    """The judged path, unknown where its kernel's package is neither there nor required."""
-    package = path.kernel.symbol.partition(".")[0] if path.kernel is not None else ""
-    if path.verdict not in (Verdict.RUNS, Verdict.FALLBACK) or package not in absent:
-        return path
-    missing = f"{package} is not installed here, and SGLang does not require it"
-    return replace(path, verdict=Verdict.UNKNOWN, reason=f"{missing} ({path.reason})")
 
 
 def _of_roles(trace: Trace, roles: Sequence[Role]) -> Trace:

@@ -206,8 +206,19 @@ class Worker:
         return [
             *([assumed] if self.assumed else []),
             *(f"{root} is required by SGLang and not installed, stood in for" for root in missing),
-            *sorted(self.stand_ins.leniencies),
+            *(
+                f"{root} is not installed; SGLang imports it, stood in for"
+                for root in sorted(self.stand_ins.absent)
+            ),
         ]
+
+    def _qualify(self, paths):
+        """A kernel of a package that is neither there nor required is no promise."""
+        for path in paths:
+            root = path["kernel"]["symbol"].partition(".")[0] if path["kernel"] else None
+            if root in self.stand_ins.absent:
+                said = f"{root} is not installed here, and SGLang does not require it"
+                path["reason"] = "; ".join(filter(None, (path["reason"], said)))
 
     def _child(self, job, write):
         from . import forward
@@ -219,6 +230,7 @@ class Worker:
                 result = trace_launch(job, self._phase)
                 result["timings"] = {**self.timings, **result["timings"]}
                 result["leniencies"] += self._leniencies()
+                self._qualify(result["paths"])
                 line = {"event": "result", "job": job["id"], "result": result}
             except BaseException as error:
                 line = {

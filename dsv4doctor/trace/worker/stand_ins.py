@@ -356,7 +356,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.bytecode = bytecode
         self.installed = {}
         self.used = set()  # third-party roots that SGLang imported
-        self.leniencies = set()
+        self.absent = set()  # roots that SGLang imports, does not require, and that are not there
 
     def find_spec(self, name, path=None, target=None):
         root = name.partition(".")[0]
@@ -375,7 +375,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self.used.add(root)
             return self._spec(name)
         if not _is_probe() and self._nobody_catches():
-            self.leniencies.add(f"{root} is not installed; SGLang imports it, stood in for")
+            self.absent.add(root)
             return self._spec(name)
         return None
 
