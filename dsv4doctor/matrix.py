@@ -71,6 +71,8 @@ class Cell:
     """False: there is no answer, and `main` says why."""
     path_problem: str | None = None
     """A hot path beside the experts that will fail; None also where they were not looked at."""
+    attention_caveat: str | None = None
+    """Why its attention is not known to run, where the trace of it says so."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -134,7 +136,15 @@ def cell(
     draft = None
     if speculates or outcome.of(Role.DRAFT):
         draft = _part(outcome, Role.DRAFT, texts, grounds, has_clamp)
-    return Cell(key, main, draft, True, _path_problem(outcome, grounds))
+    problem, caveat = _path_problem(outcome, grounds), _attention_caveat(outcome)
+    return Cell(key, main, draft, True, problem, caveat)
+
+
+def _attention_caveat(trace: Trace) -> str | None:
+    for path in trace.paths:
+        if path.name.startswith("sparse-mla") and path.reason and path.error is None:
+            return f"{path.role.value} {path.name}: {path.reason}"
+    return None
 
 
 def _path_problem(trace: Trace, grounds: Grounds | None) -> str | None:

@@ -120,12 +120,18 @@ def _changes(name: str, tree: SglangTree) -> bool:
 
 
 def cautions(choices: Sequence[ToChoose], trees: Mapping[str, SglangTree]) -> tuple[str, ...]:
-    """What the first of the choices that are on Marlin with NVFP4 experts takes for granted."""
+    """What the choices that are printed take for granted: attention that no trace promises, and
+    of the first on Marlin with NVFP4 experts its scale."""
+    unknown = dict.fromkeys(
+        f"Not known to run on SGLang {choice.cell.key.release}: {choice.cell.attention_caveat}."
+        for choice in choices[:_SHOWN]
+        if choice.cell.attention_caveat
+    )
     for choice in choices[:_SHOWN]:
         tree, main = trees.get(choice.cell.key.release), choice.cell.main
         if tree is None or "marlin" not in (main.kernel or ""):
             continue
         said = marlin_scale(read_features(Path(tree.root)), main.stored_format, main.kernel)
         if said is not None:
-            return (said,)
-    return ()
+            return (*unknown, said)
+    return tuple(unknown)

@@ -107,6 +107,23 @@ def test_a_launch_whose_attention_dies_is_not_recommended(
 
 
 @pytest.mark.wheels
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.14"])
+def test_attention_that_the_trace_does_not_promise_is_named(
+    version: str, checkpoint: Checkpoints, sglang_tree: Trees, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.12.post1 imports flash_mla, which nothing here has and SGLang does not require."""
+    model = str(checkpoint("deepseek-ai__DeepSeek-V4-Flash"))
+    arguments = ["matrix", model, "--arch", "sm_90", "--recommend", "--format", "json"]
+    arguments += ["--sglang", sglang_tree(version).root]
+    arguments += ["--flags-set", "marlin=--moe-runner-backend marlin"]
+    assert command(arguments) == 0
+    [advice] = json.loads(capfd.readouterr().out)["recommendations"]
+    assert len(advice["choices"]) == 1
+    said = f"Not known to run on SGLang {version}: main sparse-mla-decode: flash_mla is not"
+    assert (said in advice["caveat"]) == (version == "0.5.12.post1")
+
+
+@pytest.mark.wheels
 @pytest.mark.parametrize(
     ("version", "flags", "rule"),
     [

@@ -48,7 +48,7 @@ class Advice:
     left_out: tuple[str, ...] = ()
     """What would run the experts and fails in another hot path."""
     cautions: tuple[str, ...] = ()
-    """What choices take for granted of the checkpoint."""
+    """What choices take for granted."""
     patch: Patch | None = None
     """Fixes with which a draft would run."""
 
