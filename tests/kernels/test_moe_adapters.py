@@ -167,6 +167,10 @@ def test_weights_that_captured_graphs_cannot_decode_are_refused(monkeypatch):
         method.apply(layer(byte), None)
     assert [experts.small_scales for experts in given] == [True, False, True]
     monkeypatch.setattr(moe_mxfp4, "_is_captured", lambda layer: True)
+    for byte in (129, 129, 128):  # a graph that decodes large scales decodes all
+        method.process_weights_after_loading(layer(byte))
+        if byte == 129:
+            method.apply(layer(byte), None)
     method.apply(layer(128), None)
     method.process_weights_after_loading(layer(127))
     with pytest.raises(RuntimeError, match="restart the server"):
