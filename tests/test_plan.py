@@ -233,6 +233,7 @@ def test_memory_of_a_side(flash: Path, tree: SglangTree) -> None:
     ("flags", "attention"),
     [
         ((), 8),
+        (("--dp-size", "8"), 8),
         (("--dp-size", "8", "--enable-dp-attention"), 1),
         (("--data-parallel-size=4", "--enable-dp-attention"), 2),
     ],
