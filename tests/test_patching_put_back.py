@@ -48,6 +48,18 @@ class Place:
 
     def apply(self) -> None:
         assert work.apply(self.job()).exit_code == 0
+        self.check_journal()
+
+    def check_journal(self) -> None:
+        """It is of the release that is there, and has the bytes of every file that it names."""
+        store = self.job().store
+        journal = store.load()
+        if journal is None:
+            return
+        assert journal.version == self.tree.version
+        named = {original.sha256 for original in journal.originals.values()}
+        for name in named | set(journal.settled.files.values()):
+            store.content(name)
 
     def put_back(self, names: Sequence[str]) -> dict[str, tuple[bytes | str, int]]:
         """As a reinstall does that gets through `names`; gives what a revert has to give then."""
@@ -58,6 +70,7 @@ class Place:
 
     def revert(self, *only: str) -> None:
         restore.revert(self.job().store, BOTH, Asked(only=only))
+        self.check_journal()
 
     def kept_apart(self) -> set[bytes]:
         folder = self.job().store.folder / "replaced"
@@ -133,6 +146,7 @@ def test_a_failed_proof_gives_back_what_was_there(place: Place, names: tuple[str
     before = contents(place.root)
     doubting = replace(TWO, verify=lambda facts, trace: ("no",))
     assert work.apply(job(place.tree, place.state, (ONE, doubting))).exit_code == 4
+    place.check_journal()
     assert contents(place.root) == before
     said = restore.status(place.job().store, BOTH)
     assert said.exit_code == 1
