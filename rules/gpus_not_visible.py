@@ -26,6 +26,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     trace = facts.trace
     assert trace is not None
     args = trace.resolved_args
+    if "tp_size" not in args:
+        raise NotChecked("SGLang stopped before it had resolved its arguments")
     launch = facts.snapshot.launch
     if launch is not None and _RAY in launch.all_flags:
         return
@@ -50,7 +52,7 @@ def check(facts: Facts) -> Iterator[Finding]:
         ),
         evidence=(*evidence, said),
         remedy=Remedy(
-            f"Let it see {last + 1} GPUs, or take fewer: "
+            f"Let it see {last + 1} GPU{'s' if last else ''}, or take fewer: "
             "--tp, --pp-size, --dp-size, --base-gpu-id, --gpu-id-step."
         ),
     )
@@ -102,6 +104,8 @@ def _seen(facts: Facts) -> tuple[int, list[str]]:
 
 def _named(visible: str, total: int) -> int:
     """How many GPUs that value names at most: CUDA stops at the first that is none."""
+    if not visible.strip():
+        return 0
     count, there = 0, {str(index) for index in range(total)}
     names = [name.strip() for name in visible.split(",")]
     for name in dict.fromkeys(names):
@@ -135,7 +139,9 @@ def _on(
 ) -> Facts:
     """A launch on a machine with that many GPUs."""
     said = {} if visible is None else {_VISIBLE: visible}
-    made = scene(flags=flags, gpus=gpus(machine), environment=said, resolved=resolved)
+    made = scene(
+        flags=flags, gpus=gpus(machine), environment=said, resolved={"tp_size": 1} | resolved
+    )
     assert made.snapshot.launch is not None
     launch = replace(made.snapshot.launch, wrappers=tuple(around))
     return replace(made, snapshot=replace(made.snapshot, launch=launch), arch_source=arch_source)
@@ -163,6 +169,7 @@ EXAMPLES = (
         _on(0, "4,5", arch_source=_ELSEWHERE, tp_size=4),
         expect=("GPUs",),
     ),
+    Example("none named", _on(8, "", tp_size=1), expect=("GPUs",)),
     Example("four named", _on(8, "4,5,6,7", tp_size=4)),
     Example(
         "four named, for another machine", _on(0, "4,5,6,7", arch_source=_ELSEWHERE, tp_size=4)

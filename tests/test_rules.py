@@ -224,7 +224,7 @@ def test_weights_of_layers_that_are_not_loaded_are_not_counted() -> None:
     assert "--json-model-override-args" in str(result.reason)
 
 
-@pytest.mark.parametrize("visible", ["", "\u00b2", "all", "0,gpu1"])
+@pytest.mark.parametrize("visible", ["\u00b2", "all", "0,gpu1"])
 def test_gpus_that_nobody_can_count_are_not_counted(visible: str) -> None:
     example = gpus_not_visible.EXAMPLES[0].facts
     launch = example.snapshot.launch
@@ -232,6 +232,15 @@ def test_gpus_that_nobody_can_count_are_not_counted(visible: str) -> None:
     said = replace(launch, environment={"CUDA_VISIBLE_DEVICES": visible})
     snapshot = replace(example.snapshot, launch=said)
     (result,) = run_rules([gpus_not_visible.RULE], replace(example, snapshot=snapshot))
+    assert result.outcome is Outcome.SKIP
+
+
+def test_gpus_of_a_launch_that_was_not_resolved_are_not_counted() -> None:
+    example = gpus_not_visible.EXAMPLES[0].facts
+    assert example.trace is not None
+    (result,) = run_rules(
+        [gpus_not_visible.RULE], replace(example, trace=replace(example.trace, resolved_args={}))
+    )
     assert result.outcome is Outcome.SKIP
 
 
