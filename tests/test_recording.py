@@ -100,7 +100,9 @@ def test_recorded_is_what_was_predicted(
         sglang_tree(version), checkpoint(model), (*EAGLE, *FEW_LAYERS, *flags), with_paths=True
     )
     recorded = read_report(served(asked, tmp_path))
-    comparison = compare(predicted(asked), recorded)
+    expected = predicted(asked)
+    assert recorded["resolved_args"] == expected["resolved_args"]
+    comparison = compare(expected, recorded)
     assert comparison.exit_code == 0, [
         one for one in comparison.differences if one.standing.value != "same"
     ]
