@@ -26,12 +26,12 @@ def check(facts: Facts) -> Iterator[Finding]:
     trace = facts.trace
     assert trace is not None
     args = trace.resolved_args
-    if not args:
-        raise NotChecked("SGLang stopped before it had resolved its arguments")
     launch = facts.snapshot.launch
     if launch is not None and _RAY in launch.all_flags:
         return
     seen, evidence = _seen(facts)
+    if not args:
+        raise NotChecked("SGLang stopped before it had resolved its arguments")
     last = _last(facts)
     if last < seen:
         return
