@@ -111,7 +111,8 @@ def _post(port: int, what: str, body: dict[str, Any]) -> None:
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    # A first prompt can wait for nvcc: SGLang compiles several modules at their first call.
+    with urllib.request.urlopen(request, timeout=900) as answer:
         answer.read()
 
 

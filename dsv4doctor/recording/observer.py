@@ -116,6 +116,8 @@ def _triton(function: Any) -> str | None:
 
 def _tilelang(kernel: Any) -> str | None:
     function = getattr(kernel, "func", None)
+    # TileLang 0.1.8 wraps it once more, in an object with TileLang's own __module__
+    function = getattr(function, "orig_func", function)
     if function is None or not hasattr(function, "__name__"):
         return None
     return f"tilelang:{function.__module__}.{function.__name__}"

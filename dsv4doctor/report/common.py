@@ -38,6 +38,19 @@ def names_of(run: Run) -> tuple[str, ...]:
     return tuple(str(one.gate.target) for one in run.reports if one.facts.peer is not None)
 
 
+def measured(facts: Facts) -> str | None:
+    """What `--level full` measured, in one line; None: nothing was."""
+    host = facts.snapshot.host
+    if host is None or not host.measured:
+        return None
+    return ", ".join(
+        f"{one.name} {one.outcome}"
+        if one.gigabytes_per_second is None
+        else f"{one.name} {one.gigabytes_per_second:.1f} GB/s"
+        for one in host.measured
+    )
+
+
 def is_about_pair(finding: Finding) -> bool:
     return finding.rule in ABOUT_PAIRS
 

@@ -32,7 +32,7 @@ from dsv4doctor.models import (
     Severity,
     Verdict,
 )
-from dsv4doctor.report.common import between, of_one, what_to_do
+from dsv4doctor.report.common import between, measured, of_one, what_to_do
 from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.hot_paths import only_paths, path_parts
 from dsv4doctor.terminal import harmless
@@ -207,6 +207,8 @@ def _header(facts: Facts) -> RenderableType:
     if tree is not None:
         rows.append(("SGLang", f"{tree.version}, {tree.origin}, {tree.root}"))
     rows.append(("GPU", _gpu(facts)))
+    if (rates := measured(facts)) is not None:
+        rows.append(("Measured", rates))
     if snapshot.checkpoint is not None:
         rows.append(("Checkpoint", _checkpoint(snapshot.checkpoint)))
     launch = snapshot.launch

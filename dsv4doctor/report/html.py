@@ -21,7 +21,14 @@ from dsv4doctor.models import (
     Run,
     Verdict,
 )
-from dsv4doctor.report.common import between, by_severity, of_one, target_name, what_to_do
+from dsv4doctor.report.common import (
+    between,
+    by_severity,
+    measured,
+    of_one,
+    target_name,
+    what_to_do,
+)
 from dsv4doctor.report.console import summary
 from dsv4doctor.report.html_path import diagrams, place, prose, sources, text
 from dsv4doctor.report.html_style import STYLE
@@ -108,6 +115,8 @@ def _summary(report: Report) -> str:
     gpus = [gpu.name for gpu in snapshot.gpu.gpus if gpu.arch == facts.arch]
     gpu = f", {len(gpus)} × {gpus[0]}" if gpus else ""  # noqa: RUF001
     rows = [("GPU", f"{facts.arch.name} (from {facts.arch_source}){gpu}")]
+    if (rates := measured(facts)) is not None:
+        rows.append(("Measured", rates))
     if tree is not None:
         rows.append(("SGLang", f"{tree.version}, {tree.origin}, {tree.root}"))
     if snapshot.checkpoint is not None:

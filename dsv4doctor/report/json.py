@@ -155,12 +155,14 @@ def _sglang(facts: Facts) -> dict[str, Any] | None:
 
 
 def _gpu(facts: Facts) -> dict[str, Any]:
+    host = facts.snapshot.host
     return {
         "driver": facts.snapshot.gpu.driver,
         "unavailable": facts.snapshot.gpu.unavailable,
         "gpus": [
             {**jsonio.to_plain(gpu), "arch": gpu.arch.name} for gpu in facts.snapshot.gpu.gpus
         ],
+        "measured": [jsonio.to_plain(one) for one in host.measured] if host else [],
     }
 
 

@@ -19,7 +19,14 @@ from dsv4doctor.models import (
     Severity,
     Verdict,
 )
-from dsv4doctor.report.common import between, by_severity, of_one, target_name, what_to_do
+from dsv4doctor.report.common import (
+    between,
+    by_severity,
+    measured,
+    of_one,
+    target_name,
+    what_to_do,
+)
 from dsv4doctor.report.console import summary
 
 _MARKS = {Severity.ERROR: "❌", Severity.WARNING: "⚠️", Severity.INFO: "ℹ️"}  # noqa: RUF001
@@ -60,6 +67,8 @@ def _mark(report: Report) -> str:
 def _report(report: Report) -> Iterator[str]:
     yield f"## {_mark(report)} dsv4doctor: {_text(target_name(report))}"
     yield f"**{_text(summary(report))}** · {_about(report.facts)}"
+    if (rates := measured(report.facts)) is not None:
+        yield f"Measured: {_text(rates)}"
     if report.gate.undetermined is not None:
         yield f"**Not determined:** {_text(report.gate.undetermined)}"
     for result in report.results:
