@@ -47,6 +47,8 @@ def _broken(facts: Facts, one: Measurement, host_only: Measurement | None) -> Fi
     is_off = set_by_user(facts, "NCCL_P2P_DISABLE") == "1"
     helps = one.name == "all-reduce" and host_only is not None and host_only.outcome == "ok"
     remedy = "Look into the driver's log (dmesg, Xid) and the container's devices first."
+    if one.name.startswith("all-reduce") and (switches := _nccl_variables(facts)):
+        remedy = f"Measure again without {', '.join(switches)}; if it fails then too: {remedy}"
     if helps and not is_off:
         remedy = (
             "Without peer-to-peer it works: export NCCL_P2P_DISABLE=1 and add "
@@ -65,6 +67,12 @@ def _broken(facts: Facts, one: Measurement, host_only: Measurement | None) -> Fi
         evidence=(_line(one), *((one.detail,) if one.detail else ())),
         remedy=Remedy(remedy),
     )
+
+
+def _nccl_variables(facts: Facts) -> list[str]:
+    launch = facts.snapshot.launch
+    everything = {*facts.snapshot.environment, *(launch.environment if launch else ())}
+    return sorted(name for name in everything if name.startswith("NCCL_"))
 
 
 def _line(one: Measurement) -> str:

@@ -116,6 +116,19 @@ def test_a_failure_names_its_reason_and_stops_the_other_rank(
     assert "illegal memory access" in found[3].detail
 
 
+def test_a_real_failure_is_told_in_its_own_words() -> None:
+    """Torch's exception, and not the warning that its clean-up prints behind it."""
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "no-such-card"}
+    found, note = measure(_PYTHON, variables, _TWO, bench=_CPU)
+    assert note is None
+    by_name = {one.name: one for one in found}
+    assert by_name["all-reduce"].outcome == "failed"
+    assert by_name["all-reduce"].detail.startswith("RuntimeError: ")
+    assert "no-such-card" in by_name["all-reduce"].detail
+    assert "\n" not in by_name["all-reduce"].detail
+    assert by_name["copy to GPU"].outcome == "ok"
+
+
 def test_which_gpus_are_measured(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     bench = _worker(

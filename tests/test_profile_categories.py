@@ -43,6 +43,8 @@ NAMES = {
         "indexer-top-k"
     ),
     "void sglang::topk_main_kernel<...>": "indexer-top-k",
+    "(anonymous namespace)::topk_short_transform((anonymous namespace)::P)": "indexer-top-k",
+    "(anonymous namespace)::topk_plan(unsigned int const*, unsigned int)": "indexer-top-k",
     "_logits_kernel": "indexer-of-dsv4doctor",
     "void sglang::fused_store_indexer_cache<__nv_bfloat16>(FusedStoreCacheParam)": "fp4-indexer",
     "_set_k_and_s_triton_kernel": "indexer-cache",
@@ -60,6 +62,8 @@ NAMES = {
     "_product_kernel": "moe-of-dsv4doctor",
     "void moe_align_block_size_kernel<int>(int const*, int*)": "moe-routing",
     "void moeSoftmax<float, 256>(float const*)": "moe-routing",
+    "void moe_sum_reduce_kernel_general<c10::BFloat16>(c10::BFloat16 const*)": "moe-routing",
+    "_moe_sum_reduce_kernel": "moe-routing",
     "moe_hash_topk_fused": "moe-routing",
     "route_radix_kernel": "moe-routing",
     "_sum_kernel": "moe-of-dsv4doctor",
@@ -100,6 +104,7 @@ NAMES = {
     "void at_cuda_detail::cub::DeviceScanInitKernel<at_cuda_detail::cub::ScanTileState<int> >": (
         "metadata"
     ),
+    "_gather_rows_kernel": "sampling",
     "Memcpy HtoD (Pinned -> Device)": "copy",
     "Memset (Device)": "copy",
     _COPY: "copy",
@@ -107,6 +112,10 @@ NAMES = {
     "cvt_fp8_e4m3_kernel": "cast",
     "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >": "reduction",
     _INDEX: "index",
+    "void at_cuda_detail::cub::detail::select::DeviceSelectSweepKernel<cuda::equal_to<void> >": (
+        "index"
+    ),
+    "void compute_cuda_kernel<long>(long const*, long const*, long*, long, long)": "index",
     _MUL: "elementwise",
     "triton_poi_fused_add_mul_0": "elementwise",
 }

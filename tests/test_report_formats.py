@@ -20,6 +20,7 @@ from dsv4doctor.models import Location, RouterLaunch, Run, Severity
 from dsv4doctor.report import console, github, html, junit, markdown, sarif
 from dsv4doctor.report import json as report_json
 from dsv4doctor.report.formats import RENDERERS
+from dsv4doctor.rules import communication_measured
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
 
 _TESTS = Path(__file__).parent
@@ -310,3 +311,18 @@ def test_json_of_several_targets_keeps_to_its_schema() -> None:
 def test_every_format_for_people_names_the_fix(name: str) -> None:
     text = RENDERERS[name](_run(reporting.report(reporting.story())))
     assert "dsv4doctor fix --only FIX101" in text
+
+
+@pytest.mark.parametrize("name", ["console", "html", "markdown"])
+def test_what_was_measured_is_told_though_nothing_is_wrong(name: str) -> None:
+    sound = next(one for one in communication_measured.EXAMPLES if one.title == "all well")
+    text = RENDERERS[name](_run(reporting.report(sound.facts)))
+    assert "all-reduce 40.0 GB/s, all-reduce without P2P 20.0 GB/s" in text
+    assert "GB/s" not in RENDERERS[name](_run(reporting.report(reporting.story())))
+
+
+def test_what_was_measured_is_in_the_schema() -> None:
+    hanging = next(one for one in communication_measured.EXAMPLES if one.expect)
+    written = json.loads(RENDERERS["json"](_run(reporting.report(hanging.facts))))
+    jsonschema.validate(written, json.loads((_DOCS / "report.schema.json").read_text("utf-8")))
+    assert [one["outcome"] for one in written["gpu"]["measured"]] == ["hang", "ok"]

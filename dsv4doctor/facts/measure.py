@@ -26,6 +26,8 @@ SECONDS = 60.0
 """For each test, with the import of torch and the set-up of the ranks."""
 _MEGABYTES = 64
 _GRACE = 5.0
+_SAID = 500
+"""Characters kept of an error: NCCL's own reason is at its end, behind torch's words."""
 _UNAVAILABLE = 3
 _COPIES = ("copy to GPU", "copy from GPU", "copy between GPUs")
 
@@ -48,7 +50,7 @@ class _Ended:
     lines: tuple[dict[str, Any], ...]
     """What they wrote, of all processes."""
     complaint: str
-    """The last line on standard error of the first that failed."""
+    """What the first that failed said of it, else its last line on standard error."""
 
 
 def measure(
@@ -172,8 +174,9 @@ def _run(
             codes = tuple(_stopped(process) for process in started)
         lines = tuple(line for output in outputs for line in _lines(output))
         failed = [index for index, code in enumerate(codes) if code not in (0, None)]
+        said = [" ".join(str(line["failed"]).split()) for line in lines if "failed" in line]
         complaint = _last_line(errors[failed[0]]) if failed else ""
-        return _Ended(codes, lines, complaint)
+        return _Ended(codes, lines, said[0][:_SAID] if said else complaint)
 
 
 def _start(

@@ -3,7 +3,8 @@ all-reduce, or copies.  Standard library and torch only; each result is a JSON l
 
 usage: measure_worker.py all-reduce BACKEND MEGABYTES RANK STORE
        measure_worker.py copies DEVICES MEGABYTES
-Exit code 3: torch, or what it needs of CUDA, is not there.
+Exit code 3: torch, or what it needs of CUDA, is not there.  1: the test failed, and the last line
+says how.
 """
 
 import json
@@ -92,9 +93,18 @@ def _wait(torch: Any, device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
+def _main(arguments: list[str]) -> None:
+    if arguments[0] == "all-reduce":
+        _all_reduce(arguments[1], int(arguments[2]), int(arguments[3]), arguments[4])
+    else:
+        _copies(arguments[1].split(","), int(arguments[2]))
+
+
 if __name__ == "__main__":
     del sys.path[0]  # this folder's modules are not for torch to find
-    if sys.argv[1] == "all-reduce":
-        _all_reduce(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
-    else:
-        _copies(sys.argv[2].split(","), int(sys.argv[3]))
+    try:
+        _main(sys.argv[1:])
+    except Exception as error:
+        _say(failed=f"{type(error).__name__}: {error}")
+        # torch's own clean-up can hang, or say something else as the last thing
+        os._exit(1)
