@@ -52,7 +52,7 @@ def test_an_assertion_holds_unless_it_raised(
     function: str, arguments: tuple[Any, ...], taken: list[bool | None], tmp_path: Path
 ) -> None:
     """Also one that ends its function, or that tells why on lines of its own."""
-    from dsv4doctor.trace.worker.decisions import PathWatch
+    from dsv4doctor.trace.worker.path_watch import PathWatch
 
     file = tmp_path / "sglang" / "srt" / "arg_groups" / "hook.py"
     file.parent.mkdir(parents=True)

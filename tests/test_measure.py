@@ -201,7 +201,9 @@ def test_what_was_measured_is_a_fact_of_the_machine(monkeypatch: pytest.MonkeyPa
     )
     after = measured(target)
     assert (asked, after.notes) == (["1"], ("a note",))
-    facts = replace(example.facts, snapshot=after.snapshot)
+    facts = replace(example.facts, snapshot=replace(after.snapshot, launch=target.launch))
     (finding,) = communication_measured.check(facts)
     assert (finding.severity.value, finding.subject) == ("error", "all-reduce")
     assert "no answer in 60 s" in finding.evidence
+    assert finding.remedy is not None
+    assert finding.remedy.text.startswith("Measure again without NCCL_IB_DISABLE; ")

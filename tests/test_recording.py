@@ -309,7 +309,7 @@ def test_how_a_layer_was_built(layer_class: type[FusedMoE]) -> None:
 def test_a_fault_while_a_layer_is_built_changes_nothing(
     layer_class: type[FusedMoE], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from dsv4doctor.trace.worker.decisions import LayerBuild
+    from dsv4doctor.trace.worker.layer_watch import LayerBuild
 
     def broken(*given: object) -> None:
         raise KeyError("ours")

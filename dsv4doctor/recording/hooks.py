@@ -43,7 +43,7 @@ class Hooks:
 
     def layers(self, module: ModuleType) -> None:
         """Notice, for every FusedMoE, who decides its quant method and which flags they read."""
-        from dsv4doctor.trace.worker.decisions import LayerBuild, LayerWatch
+        from dsv4doctor.trace.worker.layer_watch import LayerBuild, LayerWatch
 
         hooks = self
 

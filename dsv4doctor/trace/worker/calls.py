@@ -4,7 +4,7 @@ import linecache
 import re
 import sys
 
-from .decisions import _FLAG_READERS
+from .layer_watch import FLAG_READERS
 from .recorder import RECORDER, location, stack_of
 
 _VARIABLE_AT_IMPORT = re.compile(
@@ -55,8 +55,8 @@ class Calls:
             variable = getattr(frame.f_locals.get("self"), "name", None)
             if isinstance(variable, str):
                 self.flags.append((variable, stack_of(frame.f_back)))
-        elif name in _FLAG_READERS:
-            self.flags.append((_FLAG_READERS[name], stack_of(frame.f_back)))
+        elif name in FLAG_READERS:
+            self.flags.append((FLAG_READERS[name], stack_of(frame.f_back)))
         elif not name.startswith("<"):
             module = frame.f_globals.get("__name__", "")
             self.functions.append(

@@ -4,7 +4,10 @@ import contextlib
 import os
 import time
 
-from . import clamp, decisions, elsewhere, forward, lean, serving
+from . import clamp, elsewhere, forward, lean, serving
+from .argument_watch import ArgumentWatch, environment_watch
+from .layer_watch import LayerWatch
+from .path_watch import PathWatch
 from .tensors import Redirect
 
 
@@ -26,7 +29,7 @@ class _Launch:
     def __init__(self, job, progress):
         self.job = job
         self.progress = progress
-        self.path = decisions.PathWatch() if job["with_path"] else None
+        self.path = PathWatch() if job["with_path"] else None
         self.result = {
             "resolved_args": {},
             "arg_changes": [],
@@ -41,9 +44,7 @@ class _Launch:
         }
 
     def run(self):
-        self.written = written = decisions.environment_watch(
-            lambda name: name in os.environ or "_" in name
-        )
+        self.written = written = environment_watch(lambda name: name in os.environ or "_" in name)
         if self.path is not None:
             self.path.__enter__()
         try:
@@ -83,7 +84,7 @@ class _Launch:
             self.result["timings"][phase] = round(time.perf_counter() - started, 3)
 
     def _arguments(self):
-        watch = decisions.ArgumentWatch(serving.FIELDS)
+        watch = ArgumentWatch(serving.FIELDS)
         machine = contextlib.nullcontext()
         if self.job.get("elsewhere"):
             machine = elsewhere.Machine(self.job["arguments"])
@@ -128,7 +129,7 @@ class _Launch:
                 serving.prepare_layers(self.server_args, config)
             quantization, load_config = serving.quant_config(config)
         clamp.watch()
-        watch = decisions.LayerWatch(FusedMoE, switched, self.path)
+        watch = LayerWatch(FusedMoE, switched, self.path)
         with watch:
             model = serving.build_model(config, load_config, quantization)
         reader = LayerReader(role, watch, self._speculative_default())
