@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4doctor.errors import UsageError
-from dsv4doctor.terminal import check_writable, deliver, say, width
+from dsv4doctor.kernels_table import table
+from dsv4doctor.terminal import check_writable, deliver, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +87,7 @@ def list_command(style: str, output: Path | None) -> None:
         )
         for meta in metas
     ]
-    _write(_table(("kernel", "what it does", "replaces", "error bar", "sm_"), rows), output)
+    _write(table(("kernel", "what it does", "replaces", "error bar", "sm_"), rows), output)
 
 
 # ------------------------------------------------------------------------------ compile
@@ -152,7 +151,7 @@ def _compile_table(results: Sequence[Compiled]) -> str:
         for result in ordered
     ]
     head = ("kernel", "configuration", "arch", "registers", "stack", "shared", "MMA", "result")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _with_progress(what: str, stream: Iterable[Compiled | int]) -> list[Compiled]:
@@ -255,7 +254,7 @@ def _verify_table(results: Sequence[Checked]) -> str:
         )
         for result in results
     ]
-    return _table(("kernel", "check", "error", "bar", "time", "result"), rows)
+    return table(("kernel", "check", "error", "bar", "time", "result"), rows)
 
 
 # ------------------------------------------------------------------------------ bench
@@ -338,7 +337,7 @@ def _bench_table(results: Sequence[Timed]) -> str:
                 "\n".join(peers),
             )
         )
-    return _table(("kernel", "case", "ours us", "floor us", "of floor", "upstream us"), rows)
+    return table(("kernel", "case", "ours us", "floor us", "of floor", "upstream us"), rows)
 
 
 # ------------------------------------------------------------------------------ output
@@ -368,45 +367,3 @@ def _json(value: Any) -> str:
 def _write(text: str, output: Path | None) -> None:
     """To standard output or `output`.  Raises UsageError when the file cannot be written."""
     deliver(text + "\n", None if output is None else str(output))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table, or where no word of it would stay whole, a block a row.
-
-    Without a terminal as wide as COLUMNS says, or 200."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    is_terminal = sys.stdout.isatty()
-    columns = width(is_terminal) if is_terminal or "COLUMNS" in os.environ else 200
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    needed = 0
-    for title, cells in zip(head, zip(*rows, strict=True), strict=False):
-        prose = any(" " in line for cell in cells for line in cell.splitlines())
-        table.add_column(title, no_wrap=not prose)
-        words = [word for text in (title, *cells) for word in text.split()]
-        needed += max(map(len, words), default=0) + 2
-    if needed > columns:
-        return "\n".join(_block(head, row, columns) for row in rows)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console(file=sys.stdout, width=columns)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _block(head: Sequence[str], row: Sequence[str], columns: int) -> str:
-    """One row, a cell below the other; no word is broken, however narrow the terminal."""
-    wide = max(map(len, head)) + 2
-    lines = [row[0]]
-    for title, cell in zip(head[1:], row[1:], strict=True):
-        for line in cell.splitlines():
-            pieces = textwrap.wrap(
-                line, max(columns - wide - 2, 20), break_long_words=False, break_on_hyphens=False
-            )
-            for piece in pieces:
-                lines.append(f"  {title:<{wide}}{piece}")
-                title = ""
-    return "\n".join(lines)

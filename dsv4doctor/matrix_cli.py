@@ -231,6 +231,7 @@ def _advice(matrix: Matrix, plan: Plan) -> tuple[Advice, ...]:
 def _rendered(matrix: Matrix, advice: Sequence[Advice], options: dict[str, Any]) -> str:
     from dsv4doctor.report import matrix as report
     from dsv4doctor.report.console import Style
+    from dsv4doctor.report.matrix_console import as_console
 
     style = options["style"]
     if style == "json":
@@ -249,7 +250,7 @@ def _rendered(matrix: Matrix, advice: Sequence[Advice], options: dict[str, Any])
         color=on_screen and wants_color(sys.stdout),
         verbose=options["verbose"],
     )
-    return report.as_console(matrix, advice, look)
+    return as_console(matrix, advice, look)
 
 
 class _Bar:

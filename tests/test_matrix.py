@@ -32,6 +32,7 @@ from dsv4doctor.models import ARCHS, SglangError, SglangTree, StoredFormat, Trac
 from dsv4doctor.report import matrix as report
 from dsv4doctor.report.console import Style
 from dsv4doctor.report.matrix import Advice
+from dsv4doctor.report.matrix_console import as_console
 from dsv4doctor.report.matrix_html import render
 
 _ROOT = Path(__file__).parent
@@ -218,7 +219,7 @@ def test_the_patch_for_a_draft_that_nothing_runs(
     advice = Advice(arch, _CHECKPOINT, "m", choices, cautions=(caution,), patch=found)
     assert "FIX101" in (advice.caveat or "")
     assert advice.patch_command is not None
-    for text in (report.as_console(matrix, (advice,), Style(60)), render(matrix, (advice,))):
+    for text in (as_console(matrix, (advice,), Style(60)), render(matrix, (advice,))):
         assert advice.patch_command in text
 
 
@@ -317,12 +318,12 @@ def test_markdown_is_a_table_that_nothing_breaks(matrix: Matrix) -> None:
 
 
 def test_console_shows_verdicts_reasons_and_the_command(matrix: Matrix) -> None:
-    text = report.as_console(_hostile(matrix), _advice(matrix), Style(120))
+    text = as_console(_hostile(matrix), _advice(matrix), Style(120))
     assert re.search(r"0\.5\.23 +marlin +fallback / runs +fallback / fails", text)
     assert "What to use on sm_120" in text
     assert "--moe-runner-backend flashinfer_cutlass" in text
     assert "\x1b" not in text
-    narrow = report.as_console(matrix, _advice(matrix), Style(60)).splitlines()
+    narrow = as_console(matrix, _advice(matrix), Style(60)).splitlines()
     launches = [line for line in narrow if "launch_server" in line]
     head = narrow[: narrow.index("")]
     assert head[0].startswith("every set")
@@ -336,10 +337,10 @@ def test_console_shows_verdicts_reasons_and_the_command(matrix: Matrix) -> None:
     assert all("--model-path" in line and "--tp" in line for line in launches)
     assert text.count("exists for sm_100 and sm_103 only") == 1  # not once a cell
     assert "table of known kernels" not in text
-    long = report.as_console(matrix, (), Style(120, verbose=True))
+    long = as_console(matrix, (), Style(120, verbose=True))
     assert "table of known kernels" in long
     part = replace(matrix, cells=matrix.cells[:3], interrupted=True)
-    said = report.as_console(part, (), Style(120))
+    said = as_console(part, (), Style(120))
     assert "Interrupted" in said
     assert re.search(r"0\.5\.23 +marlin +- +-", said)
     assert report.counted(part).endswith("21 not reached")

@@ -9,22 +9,17 @@ from dataclasses import dataclass
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from dsv4doctor.errors import shortened
-from dsv4doctor.folding import LayerRange, fold
 from dsv4doctor.models import (
     Checkpoint,
     Facts,
     Failure,
     Finding,
     Gate,
-    Layer,
-    Location,
     Outcome,
     Report,
     Role,
@@ -33,20 +28,11 @@ from dsv4doctor.models import (
     Verdict,
 )
 from dsv4doctor.report.common import between, measured, of_one, what_to_do
+from dsv4doctor.report.console_layers import layer_parts, pairs, place
 from dsv4doctor.report.console_path import decision_path
 from dsv4doctor.report.hot_paths import only_paths, path_parts
 from dsv4doctor.terminal import harmless
-from dsv4doctor.verdicts import NO_CLAMP
 
-WIDE = 160
-"""Columns from which the layers are a table where it fits; else they are a block each."""
-
-_VERDICT_STYLES = {
-    Verdict.RUNS: "green",
-    Verdict.FALLBACK: "yellow",
-    Verdict.FAILS: "bold red",
-    Verdict.UNKNOWN: "yellow",
-}
 _SEVERITY_STYLES = {
     Severity.ERROR: "bold red",
     Severity.WARNING: "yellow",
@@ -97,7 +83,7 @@ def render_check(report: Report, width: int, color: bool, *, verbose: bool, why:
     parts: list[RenderableType | Unwrapped] = [
         _header(report.facts),
         Text(),
-        *_layers(report.facts, width),
+        *layer_parts(report.facts, width),
     ]
     if why:
         parts += [Text(), *decision_path(report.facts.trace)]
@@ -111,7 +97,7 @@ def render_trace(report: Report, width: int, color: bool, *, verbose: bool, why:
     """The layers, and the other hot paths that were traced."""
     parts: list[RenderableType | Unwrapped] = [_header(report.facts)]
     if not only_paths(report.facts.trace):
-        parts += [Text(), *_layers(report.facts, width)]
+        parts += [Text(), *layer_parts(report.facts, width)]
     parts += path_parts(report.facts.trace)
     if why:
         parts += [Text(), *decision_path(report.facts.trace)]
@@ -187,16 +173,6 @@ def printed(parts: Sequence[RenderableType | Unwrapped], style: Style) -> str:
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines()) + "\n"
 
 
-def _pairs(rows: list[tuple[str, str | Text]]) -> Table:
-    """Labels on the left, text that wraps under itself on the right."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in rows:
-        grid.add_row(label, text)
-    return grid
-
-
 # ------------------------------------------------------------------------------ header
 
 
@@ -217,7 +193,7 @@ def _header(facts: Facts) -> RenderableType:
         flags = shortened(shlex.join(launch.flags))
         rows.append(("Launch", f"{launch.source}{line}  {flags}".rstrip()))
     rows += [("Note", note) for note in facts.notes]
-    return _pairs(rows)
+    return pairs(rows)
 
 
 def _gpu(facts: Facts) -> str:
@@ -233,106 +209,6 @@ def _checkpoint(checkpoint: Checkpoint) -> str:
         if layers:
             parts.append(f"{len(layers)} {label} {'/'.join(formats)}")
     return f"{checkpoint.name}, routed experts: {', '.join(parts) or 'none'}"
-
-
-# ------------------------------------------------------------------------------ layers
-
-
-def _layers(facts: Facts, width: int) -> Iterator[RenderableType]:
-    trace = facts.trace
-    yield Text("Routed experts", style="bold")
-    if trace is None:
-        yield Text(f"  not traced: {facts.trace_failure}")
-        return
-    ranges = fold(trace.layers)
-    if not ranges:
-        yield Text("  none: SGLang built no such layer")
-    elif width >= WIDE and _natural_width(table := _table(ranges)) + 2 <= width:
-        yield Padding(table, (0, 0, 0, 2))
-        whys = [(one.name, one.layer.reason) for one in ranges if _has_why(one.layer)]
-        if whys:
-            yield Padding(_pairs([(f"why {name}", reason) for name, reason in whys]), (0, 0, 0, 2))
-    else:
-        for layers in ranges:
-            yield from _block(layers)
-    for error in trace.errors:
-        said = error.message.strip().partition("\n")[0][:300]
-        text = f"{error.phase}: stops with {error.type}{f': {said}' if said else ''}"
-        yield Padding(Text(text, style="bold red", overflow="fold"), (0, 0, 0, 2))
-    for text in trace.unresolved:
-        yield Padding(Text(f"not determined: {text}", style="yellow"), (0, 0, 0, 2))
-
-
-def _natural_width(table: Table) -> int:
-    """The columns that `table` takes with no cell folded."""
-    console = Console(width=9999)
-    return Measurement.get(console, console.options, table).maximum
-
-
-def _table(ranges: tuple[LayerRange, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in ("layer", "role", "stored", "quant method", "runner"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("kernel", "decided at", "flags read"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("verdict", no_wrap=True)
-    for layers in ranges:
-        layer = layers.layer
-        table.add_row(
-            layers.name,
-            layer.role.value,
-            _stored(layer),
-            layer.quant_method or "-",
-            layer.runner_backend or "-",
-            layer.kernel.symbol.rpartition(".")[2] if layer.kernel else "-",
-            _short(layer.decided_at),
-            "\n".join(layer.flags_consulted) or "none",
-            _verdict(layer),
-        )
-    return table
-
-
-def _block(layers: LayerRange) -> Iterator[RenderableType]:
-    layer = layers.layer
-    count = f" ({layers.count} layers)" if layers.count > 1 else ""
-    yield Padding(
-        Text.assemble(
-            _verdict(layer), f"  {layer.role.value}  ", (layers.name, "bold"), (count, "dim")
-        ),
-        (0, 0, 0, 2),
-    )
-    rows: list[tuple[str, str | Text]] = [
-        ("stored", _stored(layer)),
-        ("method", layer.quant_method or "-"),
-        ("runner", layer.runner_backend or "-"),
-        ("kernel", layer.kernel.symbol if layer.kernel else "-"),
-        ("decided at", _place(layer.decided_at)),
-        ("flags read", ", ".join(layer.flags_consulted) or "none"),
-    ]
-    if _has_why(layer):
-        rows.append(("why", layer.reason))
-    yield Padding(_pairs(rows), (0, 0, 0, 6))
-
-
-def _has_why(layer: Layer) -> bool:
-    return layer.verdict is not Verdict.RUNS or layer.reason.startswith(NO_CLAMP)
-
-
-def _stored(layer: Layer) -> str:
-    return layer.stored_format.value if layer.stored_format else "-"
-
-
-def _verdict(layer: Layer) -> Text:
-    return Text(layer.verdict.value, style=_VERDICT_STYLES[layer.verdict])
-
-
-def _place(location: Location | None) -> str:
-    return f"{location.file}:{location.line}" if location else "-"
-
-
-def _short(location: Location | None) -> str:
-    """The file's own name and the line; the whole path is in the narrow layout and in JSON."""
-    return f"{location.file.rpartition('/')[2]}:{location.line}" if location else "-"
 
 
 # ------------------------------------------------------------------------------ findings
@@ -365,7 +241,7 @@ def _finding(finding: Finding) -> RenderableType:
     title = Text.assemble(
         (finding.severity.value, style), f" {finding.rule}  ", (finding.subject, "bold")
     )
-    body = Group(Text(finding.message, overflow="fold"), _pairs(rows))
+    body = Group(Text(finding.message, overflow="fold"), pairs(rows))
     return Group(title, Padding(body, (0, 0, 0, 2)))
 
 
@@ -379,7 +255,7 @@ def _gate(gate: Gate) -> Iterator[RenderableType]:
             yield Padding(Text(text, style="dim", overflow="fold"), (0, 0, 0, 2))
     if gate.notes:
         yield Text()
-        yield _pairs([("Note", note) for note in gate.notes])
+        yield pairs([("Note", note) for note in gate.notes])
 
 
 # ------------------------------------------------------------------------------ details
@@ -392,7 +268,7 @@ def _details(report: Report) -> Iterator[RenderableType]:
         outcome = "not checked" if result.outcome is Outcome.SKIP else result.outcome.value
         reason = f" ({result.reason})" if result.reason else ""
         rows.append((f"  {result.rule}", f"{outcome}{reason}: {result.title}"))
-    yield _pairs(rows)
+    yield pairs(rows)
     facts = report.facts
     trace = facts.trace
     if facts.snapshot.stack is not None:
@@ -400,9 +276,9 @@ def _details(report: Report) -> Iterator[RenderableType]:
         yield _packages(facts)
     if trace is not None and trace.arg_changes:
         yield Text("Arguments that SGLang changed", style="bold")
-        yield _pairs(
+        yield pairs(
             [
-                (f"  {change.name}", f"{change.before} -> {change.after}  {_place(change.at)}")
+                (f"  {change.name}", f"{change.before} -> {change.after}  {place(change.at)}")
                 for change in trace.arg_changes
             ]
         )
@@ -423,4 +299,4 @@ def _packages(facts: Facts) -> RenderableType:
         rows.append(
             (f"  {package.name}", Text(f"{package.version or 'not installed'}{wanted}", style))
         )
-    return _pairs(rows)
+    return pairs(rows)
