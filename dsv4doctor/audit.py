@@ -33,7 +33,8 @@ from dsv4doctor.path_alternatives import path_candidates, path_outcome
 from dsv4doctor.rules import RULES
 from dsv4doctor.rules.rule import FACTS, NotChecked, Rule
 from dsv4doctor.target import Target
-from dsv4doctor.trace.session import TraceRequest, trace_launch, trace_launches
+from dsv4doctor.trace.request import TraceRequest
+from dsv4doctor.trace.session import trace_launch, trace_launches
 from dsv4doctor.verdicts import drops_clamp, judge, judge_path, said_of_clamp
 
 Progress = Callable[[str], None]

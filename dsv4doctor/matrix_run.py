@@ -20,7 +20,8 @@ from dsv4doctor.matrix import Cell, FlagSet, Key, Matrix, cell
 from dsv4doctor.matrix_fix import fixes_for
 from dsv4doctor.matrix_rules import Beside
 from dsv4doctor.models import Arch, Checkpoint, Gpu, Launch, SglangTree, Stack, Trace
-from dsv4doctor.trace.session import TraceRequest, trace_launches
+from dsv4doctor.trace.request import TraceRequest
+from dsv4doctor.trace.session import trace_launches
 from dsv4doctor.wheels import default_cache
 
 _PATIENCE_SECONDS = 15.0

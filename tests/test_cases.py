@@ -30,7 +30,8 @@ from dsv4doctor.models import (
 )
 from dsv4doctor.rules import RULES
 from dsv4doctor.rules.samples import flashinfer, gpus, scene
-from dsv4doctor.trace.session import TraceRequest, trace_launches
+from dsv4doctor.trace.request import TraceRequest
+from dsv4doctor.trace.session import trace_launches
 
 HYBRID = "nvidia__DeepSeek-V4-Flash-NVFP4"
 HYBRID_DSPARK = "nvidia__DeepSeek-V4-Flash-0731-NVFP4"

@@ -35,7 +35,7 @@ from dsv4doctor.models import (
     Verdict,
 )
 from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM
-from dsv4doctor.trace.session import TraceRequest
+from dsv4doctor.trace.request import TraceRequest
 
 _HYBRID = "nvidia__DeepSeek-V4-Flash-NVFP4"
 _EAGLE = (

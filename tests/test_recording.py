@@ -18,7 +18,8 @@ from dsv4doctor.recording import hooks, observer, once, plugin, record, report
 from dsv4doctor.report import json as report_json
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.protocol import trace_from
-from dsv4doctor.trace.session import TraceRequest, trace_launch
+from dsv4doctor.trace.request import TraceRequest
+from dsv4doctor.trace.session import trace_launch
 from dsv4doctor.trace.worker.windows import INDEXER, MLA
 
 Tree = Callable[[str], SglangTree]

@@ -13,7 +13,7 @@ from dsv4doctor.audit import Settings, request_of
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.models import Arch, SglangTree, Trace
 from dsv4doctor.target import Options, resolve
-from dsv4doctor.trace import cache, session
+from dsv4doctor.trace import cache, process, session
 from dsv4doctor.trace.session import trace_launch, trace_launches
 
 pytestmark = pytest.mark.wheels
@@ -283,7 +283,7 @@ def test_the_trace_looks_into_the_users_own_hub_cache(
 ) -> None:
     """The worker's own HOME is a scratch folder."""
     asked = replace(request(tree, model), environment=variables)
-    assert session._environment(asked, "/scratch")["HF_HUB_CACHE"] == folder
+    assert process._environment(asked, "/scratch")["HF_HUB_CACHE"] == folder
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tracing import changed_tree, request
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.facts.tree import read_tree
 from dsv4doctor.models import SglangTree
-from dsv4doctor.trace import cache, session
+from dsv4doctor.trace import cache, process
 from dsv4doctor.trace.session import trace_launch
 
 pytestmark = pytest.mark.wheels
@@ -80,7 +80,7 @@ def test_an_unusable_cache_is_no_reason_to_fail(
 def test_a_full_disk_keeps_no_compiled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.11 would keep them cut short, and fail on them ever after."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(0))
-    assert session._bytecode_folder() is None
+    assert process._bytecode_folder() is None
 
 
 def test_a_compiled_module_that_was_cut_short_is_not_kept(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_signal_while_the_worker_starts_ends_it_too(
             started.append(self)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(session.subprocess, "Popen", Popen)
+    monkeypatch.setattr(process.subprocess, "Popen", Popen)
     odd = replace(request(sglang_tree("0.5.14"), model), interpreter=interpreter)
     with pytest.raises(SystemExit) as ended:
         trace_launch(odd, use_cache=False, timeout=30)

@@ -10,7 +10,7 @@ from tracing import EAGLE, changed_tree, request
 
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.models import Role, SglangTree
-from dsv4doctor.trace import session
+from dsv4doctor.trace import process
 from dsv4doctor.trace.session import trace_launch
 
 pytestmark = pytest.mark.wheels
@@ -108,7 +108,7 @@ def test_an_early_exit_is_no_answer(hostile: Callable[[str], SglangTree], model:
 def test_memory_is_limited(
     hostile: Callable[[str], SglangTree], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "MEMORY_LIMIT_BYTES", 2 << 30)
+    monkeypatch.setattr(process, "MEMORY_LIMIT_BYTES", 2 << 30)
     with pytest.raises(UndeterminedError, match="MemoryError"):
         trace_launch(request(hostile("hoard = bytearray(4 << 30)"), model), use_cache=False)
 

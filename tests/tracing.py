@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.models import Arch, Launch, SglangTree, Trace
-from dsv4doctor.trace.session import TraceRequest
+from dsv4doctor.trace.request import TraceRequest
 
 EAGLE = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),

@@ -28,7 +28,7 @@ from dsv4doctor.models import SglangTree, Trace
 from dsv4doctor.wheels import default_cache
 
 if TYPE_CHECKING:
-    from dsv4doctor.trace.session import TraceRequest
+    from dsv4doctor.trace.request import TraceRequest
 
 _CODE = ("facts", "kernels", "models", "trace")
 """Our own packages that a trace comes from."""
