@@ -268,8 +268,10 @@ def _path_alternatives(
         asked = replace(request, launch=changed, with_path=False)
         [result] = trace_launches([asked], use_cache=settings.use_cache, timeout=settings.timeout)
         if not isinstance(result, DoctorError):
-            result = judged(_of_roles(result, settings.roles), {}, stand_on)
-        tried.append(path_outcome(option, result, trace.failing_paths))
+            result = _of_roles(result, settings.roles)
+            texts = call_texts(Path(result.sglang.root), result.layers)
+            result = judged(result, texts, stand_on)
+        tried.append(path_outcome(option, result, trace))
         if tried[-1].problem is None:
             break
     return tuple(tried)

@@ -6,20 +6,20 @@ the other way.  A prompt that is cut into shorter chunks may take another way to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
 
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.facts.snapshot import redacted_flags
 from dsv4doctor.flags import without
-from dsv4doctor.models import Alternative, HotPath, Trace, Verdict
+from dsv4doctor.models import Alternative, Trace, Verdict
 from dsv4doctor.rules.common import TRITON_MLA, is_true
 
 _CHUNK = "--chunked-prefill-size"
 _SHORTER = 8192
 _SWITCH = ("True", "False")
 _MOST = 6
+_RUN = (Verdict.RUNS, Verdict.FALLBACK)
 
 
 def path_candidates(
@@ -32,7 +32,11 @@ def path_candidates(
 
     `environment`: the server's variables; `defaults`: SGLang's own, as its source has them.
     """
-    return tuple(islice(_candidates(trace, flags, environment, defaults), _MOST))
+    found = tuple(_candidates(trace, flags, environment, defaults))
+    # With too many to try all, those that hold several others are not the ones to leave out.
+    several = [one for one in found if len(one.environment) > 1]
+    single = [one for one in found if len(one.environment) <= 1][: _MOST - len(several)]
+    return tuple(one for one in found if one in several or one in single)
 
 
 def _candidates(
@@ -76,28 +80,39 @@ def _other(name: str, value: str | None, defaults: Mapping[str, str]) -> str | N
     return "0" if is_true(value) else "1"
 
 
-def path_outcome(
-    candidate: Alternative, result: Trace | DoctorError, wanted: Sequence[HotPath]
-) -> Alternative:
-    """The candidate with what stands against it; `result` is its trace, judged, and `wanted` are
-    the paths that failed without it.  Its flags are for printing: secrets are redacted."""
-    problem = "the trace failed" if isinstance(result, DoctorError) else _problem(result, wanted)
+def path_outcome(candidate: Alternative, result: Trace | DoctorError, before: Trace) -> Alternative:
+    """The candidate with what stands against it; `result` is its trace and `before` the one
+    without it, both judged.  Its flags are for printing: secrets are redacted."""
+    problem = "the trace failed" if isinstance(result, DoctorError) else _problem(result, before)
     return replace(candidate, flags=redacted_flags(candidate.flags), problem=problem)
 
 
-def _problem(trace: Trace, wanted: Sequence[HotPath]) -> str | None:
+def _problem(trace: Trace, before: Trace) -> str | None:
     if trace.errors:
         return f"SGLang raises {trace.errors[0].type}"
     if trace.unresolved:
         return "the trace stopped short"
     for path in trace.failing_paths:
         return f"{path.role.value} {path.name}: {path.reason}"
-    for before in wanted:
+    for wanted in before.failing_paths:
         found = [
-            path for path in trace.paths if (path.role, path.name) == (before.role, before.name)
+            path for path in trace.paths if (path.role, path.name) == (wanted.role, wanted.name)
         ]
         unknown = [path for path in found if path.verdict is Verdict.UNKNOWN]
         if unknown or not found:
             reason = unknown[0].reason if unknown else "it was not reached"
-            return f"{before.role.value} {before.name}: {reason}"
+            return f"{wanted.role.value} {wanted.name}: {reason}"
+    return _lost_experts(trace, before)
+
+
+def _lost_experts(trace: Trace, before: Trace) -> str | None:
+    """The routed experts that ran before and are not known to run any more."""
+    now = {(layer.role, layer.name): layer for layer in trace.layers}
+    for layer in before.layers:
+        if layer.verdict not in _RUN:
+            continue
+        found = now.get((layer.role, layer.name))
+        if found is None or found.verdict not in _RUN:
+            reason = "they were not built" if found is None else found.reason
+            return f"{layer.role.value} experts: {reason}"
     return None

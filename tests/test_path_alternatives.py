@@ -10,7 +10,7 @@ import pytest
 from dsv4doctor import gate
 from dsv4doctor.audit import Settings, audit, exit_code
 from dsv4doctor.errors import UndeterminedError
-from dsv4doctor.models import Kernel, Report, Severity, SglangTree, Trace, Verdict
+from dsv4doctor.models import Kernel, Layer, Report, Role, Severity, SglangTree, Trace, Verdict
 from dsv4doctor.path_alternatives import path_candidates, path_outcome
 from dsv4doctor.rules import hot_path_fails
 from dsv4doctor.target import Options, resolve
@@ -64,13 +64,51 @@ def test_long_chunks_are_cut_as_well() -> None:
     assert [one.flags for one in found] == [("--chunked-prefill-size", "8192")]
 
 
+@pytest.mark.parametrize("paths", [3, 7])
+def test_what_holds_all_of_them_is_never_left_out(paths: int) -> None:
+    trace = _trace(16384)
+    names = [f"SGLANG_OPT_{number}" for number in range(paths)]
+    failing = tuple(replace(trace.paths[0], flags_consulted=(name,)) for name in names)
+    found = path_candidates(replace(trace, paths=failing), (), {}, {name: "True" for name in names})
+    every = " and ".join(f"{name}=0" for name in names)
+    tried = [one.change for one in found]
+    assert len(tried) == 6
+    assert tried[0] == "SGLANG_OPT_0=0"
+    assert every in tried
+    assert tried[-1] == f"{every} and --chunked-prefill-size 8192"
+
+
+@pytest.mark.parametrize("role", [Role.MAIN, Role.DRAFT])
+def test_experts_that_ran_have_to_run_with_it_too(role: Role) -> None:
+    trace = _trace()
+    [option] = path_candidates(trace, (), {}, {SWITCH: "True"})
+    runs = tuple(replace(path, verdict=Verdict.RUNS) for path in trace.paths)
+    layer = Layer(
+        *("model.layers.0.mlp.experts", role, None, None, None, None, ()),
+        *(Kernel("experts", None), Verdict.RUNS, "as it was"),
+    )
+
+    def problem(before: Verdict, *after: Verdict) -> str | None:
+        first = replace(trace, layers=(replace(layer, verdict=before),))
+        layers = tuple(replace(layer, verdict=one, reason="no kernel") for one in after)
+        result = replace(trace, paths=runs, layers=layers)
+        return path_outcome(option, result, first).problem
+
+    said = f"{role.value} experts: no kernel"
+    assert problem(Verdict.RUNS, Verdict.FAILS) == said
+    assert problem(Verdict.FALLBACK, Verdict.UNKNOWN) == said
+    assert problem(Verdict.RUNS) == f"{role.value} experts: they were not built"
+    assert problem(Verdict.RUNS, Verdict.FALLBACK) is None
+    assert problem(Verdict.FAILS, Verdict.FAILS) is None  # other rules say so, with this or not
+
+
 def test_only_what_is_known_to_run_helps() -> None:
     trace = _trace()
     [option] = path_candidates(trace, (), {}, {SWITCH: "True"})
     runs = tuple(replace(path, verdict=Verdict.FALLBACK) for path in trace.paths)
 
     def problem(result: Trace | UndeterminedError) -> str | None:
-        return path_outcome(option, result, trace.failing_paths).problem
+        return path_outcome(option, result, trace).problem
 
     assert problem(replace(trace, paths=runs)) is None
     assert "sparse-mla-prefill" in (problem(trace) or "")
