@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dsv4doctor.models import Facts, Finding, Gpu, Remedy, Severity
 from dsv4doctor.rules.common import both
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
-from dsv4doctor.rules.topology import has_nvlink, machine, used_gpus
+from dsv4doctor.rules.topology import has_nvlink, machine, placed_gpus, used_gpus
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -41,11 +41,15 @@ def _bound_elsewhere(facts: Facts, known: Sequence[Gpu]) -> Iterator[Finding]:
     launch, trace = facts.snapshot.launch, facts.trace
     assert trace is not None
     bound = set(launch.numa_nodes) if launch else set()
-    by_rank = trace.resolved_args.get("numa_node")
+    by_number = trace.resolved_args.get("numa_node")
     wrong: list[Gpu] = []
-    if isinstance(by_rank, list | tuple) and len(by_rank) == len(known):
-        wrong = [gpu for gpu, node in zip(known, by_rank, strict=True) if gpu.numa_node != node]
-        how = f"--numa-node {' '.join(map(str, by_rank))}"
+    if isinstance(by_number, list | tuple):
+        wrong = [
+            gpu
+            for number, gpu in placed_gpus(facts).items()
+            if gpu in known and number < len(by_number) and gpu.numa_node != by_number[number]
+        ]
+        how = f"--numa-node {' '.join(map(str, by_number))}"
     elif bound:
         wrong = [gpu for gpu in known if gpu.numa_node not in bound]
         how = f"numactl binds to node {both([str(node) for node in sorted(bound)])}"
@@ -88,6 +92,23 @@ EXAMPLES = (
     Example(
         "--numa-node the wrong way round",
         machine(2, nodes=(0, 0), resolved={"numa_node": [1, 1]}),
+        expect=("NUMA affinity",),
+    ),
+    Example(
+        "--numa-node counts the GPUs that are left out too",
+        machine(
+            4,
+            nodes=(0, 0, 1, 1),
+            resolved={"tp_size": 2, "base_gpu_id": 2, "numa_node": [0, 0, 1, 1]},
+        ),
+    ),
+    Example(
+        "--numa-node of the GPUs that are left out",
+        machine(
+            4,
+            nodes=(0, 0, 1, 1),
+            resolved={"tp_size": 2, "base_gpu_id": 2, "numa_node": [1, 1, 0, 0]},
+        ),
         expect=("NUMA affinity",),
     ),
     Example("all on one node", machine(2, nodes=(1, 1), resolved={"numa_node": [1, 1]})),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from dsv4doctor.models import Facts, Finding, Remedy, Severity
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import gpus, scene
-from dsv4doctor.rules.topology import ranks
+from dsv4doctor.rules.topology import placement
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _RAY = "--use-ray"
@@ -32,12 +32,12 @@ def check(facts: Facts) -> Iterator[Finding]:
     seen, evidence = _seen(facts)
     if not args:
         raise NotChecked("SGLang stopped before it had resolved its arguments")
-    last = _last(facts)
+    taken = placement(facts)
+    count, last = taken.count, taken.last
     if last < seen:
         return
     sizes = ("tp_size", "pp_size", "dp_size", "nnodes", "base_gpu_id", "gpu_id_step")
     said = ", ".join(f"{name} {args[name]}" for name in sizes if args.get(name) is not None)
-    count = ranks(facts)
     yield Finding(
         rule=RULE.id,
         severity=Severity.ERROR,
@@ -56,30 +56,6 @@ def check(facts: Facts) -> Iterator[Finding]:
             "--tp, --pp-size, --dp-size, --base-gpu-id, --gpu-id-step."
         ),
     )
-
-
-def _last(facts: Facts) -> int:
-    """The number of the last GPU that a node's ranks take, as SGLang counts it."""
-    tensor, stages, replicas, nodes = (
-        max(1, _number(facts, name)) for name in ("tp_size", "pp_size", "dp_size", "nnodes")
-    )
-    assert facts.trace is not None
-    if facts.trace.resolved_args.get("enable_dp_attention"):
-        replicas = 1
-    step = max(1, _number(facts, "gpu_id_step"))
-    # A node has whole stages, or a share of one.
-    stages_here, tensor_here = max(stages // nodes, 1), tensor // max(nodes // stages, 1)
-    return (
-        _number(facts, "base_gpu_id")
-        + (replicas - 1) * tensor * stages * step
-        + (stages_here - 1) * tensor_here
-        + (tensor_here - 1) * step
-    )
-
-
-def _number(facts: Facts, name: str) -> int:
-    value = facts.trace.resolved_args.get(name) if facts.trace else None
-    return value if isinstance(value, int) else 0
 
 
 def _seen(facts: Facts) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ from dsv4doctor.rules.common import flag, numa_nodes, set_by_user
 from dsv4doctor.rules.pd_pair import DEFAULT_BOOTSTRAP, MODE, PORT, name_of, other_side, pair
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import gpus, scene
-from dsv4doctor.rules.topology import ranks
+from dsv4doctor.rules.topology import placement
 
 _SERVICE = "30000"
 """SGLang's default port."""
@@ -78,16 +78,11 @@ def devices(facts: Facts) -> Devices:
     """The GPUs of a launch, by its variables and flags."""
     visible = set_by_user(facts, _DEVICES)
     names = tuple(name.strip() for name in (visible or "").split(",") if name.strip())
-    base = _count(flag(facts, "--base-gpu-id"), 0)
-    step = _count(flag(facts, "--gpu-id-step"), 1) or 1
-    taken = range(base, base + ranks(facts) * step, step)
+    taken = placement(facts)
+    numbers = dict.fromkeys(taken.numbers(len(names) or taken.last + 1))
     if names:
-        return Devices(tuple(names[index] for index in taken if index < len(names)) or names, True)
-    return Devices(tuple(str(index) for index in taken), base > 0 or step > 1)
-
-
-def _count(text: str | None, otherwise: int) -> int:
-    return int(text) if text is not None and text.isdigit() else otherwise
+        return Devices(tuple(names[number] for number in numbers) or names, True)
+    return Devices(tuple(str(number) for number in numbers), taken.base > 0 or taken.step > 1)
 
 
 def _shared_gpus(one: Facts, other: Facts, severity: Severity) -> Iterator[Finding]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dsv4doctor.models import Facts, Gpu, HostFacts, Link, Pair, Topology
-from dsv4doctor.rules.common import set_by_user
+from dsv4doctor.rules.common import flag, set_by_user
 from dsv4doctor.rules.rule import NotChecked
 from dsv4doctor.rules.samples import gpus, scene
 
@@ -19,22 +21,82 @@ def topology(facts: Facts) -> Topology:
     return host.topology
 
 
-def ranks(facts: Facts) -> int:
-    """The GPUs that this launch takes on one machine."""
-    trace = facts.trace
-    sizes = [trace.resolved_args.get(name) if trace else None for name in ("tp_size", "pp_size")]
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of a launch on one machine, by their numbers among those that it sees."""
+
+    base: int
+    step: int
+    """From a tensor-parallel rank to the next."""
+    tensor: int
+    """Tensor-parallel ranks here, of each stage."""
+    stages: int
+    """Pipeline stages here."""
+    replicas: int
+    apart: int
+    """From a replica to the next."""
+
+    @property
+    def count(self) -> int:
+        return self.replicas * self.stages * self.tensor
+
+    @property
+    def last(self) -> int:
+        return self._first(self.replicas - 1, self.stages - 1) + (self.tensor - 1) * self.step
+
+    def numbers(self, below: int) -> Iterator[int]:
+        """Those under `below`, rank by rank; one that two ranks get comes twice."""
+        for replica in range(self.replicas):
+            if self._first(replica, 0) >= below:
+                return
+            for stage in range(self.stages):
+                first = self._first(replica, stage)
+                if first >= below:
+                    break
+                yield from range(first, min(first + self.tensor * self.step, below), self.step)
+
+    def _first(self, replica: int, stage: int) -> int:
+        # A stage begins after as many GPUs as the one before has ranks, whatever their step is.
+        return self.base + replica * self.apart + stage * self.tensor
+
+
+def placement(facts: Facts) -> Placement:
+    """As SGLang counts a rank's GPU; every node of a launch takes the same."""
+    tensor, stages, nodes, replicas, step = (
+        max(1, _number(facts, name) or 1)
+        for name in ("tp_size", "pp_size", "nnodes", "dp_size", "gpu_id_step")
+    )
     # With data-parallel attention the replicas share the ranks; without, each has its own.
-    if trace is not None and not trace.resolved_args.get("enable_dp_attention"):
-        sizes.append(trace.resolved_args.get("dp_size"))
-    count = 1
-    for size in sizes:
-        count *= size if isinstance(size, int) and size > 0 else 1
-    nodes = trace.resolved_args.get("nnodes") if trace else None
-    return max(1, count // nodes) if isinstance(nodes, int) and nodes > 1 else count
+    if facts.trace is not None and facts.trace.resolved_args.get("enable_dp_attention"):
+        replicas = 1
+    return Placement(
+        base=_number(facts, "base_gpu_id") or 0,
+        step=step,
+        # A node has whole stages, or a share of one.
+        tensor=max(1, tensor // max(1, nodes // stages)),
+        stages=max(1, stages // nodes),
+        replicas=replicas,
+        apart=tensor * stages * step,
+    )
 
 
-def used_gpus(facts: Facts) -> tuple[Gpu, ...]:
-    """The machine's GPUs that this launch takes, rank by rank; NotChecked where nobody says."""
+def _number(facts: Facts, name: str) -> int | None:
+    """The argument `name` as SGLang resolved it, or else as the launch has it."""
+    value = facts.trace.resolved_args.get(name) if facts.trace else None
+    if isinstance(value, int):
+        return value
+    text = flag(facts, f"--{name.replace('_', '-')}")
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def ranks(facts: Facts) -> int:
+    """The ranks that this launch has on one machine."""
+    return placement(facts).count
+
+
+def placed_gpus(facts: Facts) -> dict[int, Gpu]:
+    """SGLang's number -> the machine's GPU, in the order of the ranks; NotChecked where nobody
+    says."""
     everyone = facts.snapshot.gpu.gpus
     visible = (set_by_user(facts, "CUDA_VISIBLE_DEVICES") or "").replace(" ", "")
     names = [name for name in visible.split(",") if name]
@@ -42,12 +104,13 @@ def used_gpus(facts: Facts) -> tuple[Gpu, ...]:
         raise NotChecked("CUDA_VISIBLE_DEVICES names GPUs by something else than their number")
     chosen = [gpu for name in names for gpu in everyone if str(gpu.index) == name]
     candidates = chosen or list(everyone)
-    arguments: dict[str, Any] = facts.trace.resolved_args if facts.trace else {}
-    first = arguments.get("base_gpu_id")
-    step = arguments.get("gpu_id_step")
-    start = first if isinstance(first, int) and first > 0 else 0
-    stride = step if isinstance(step, int) and step > 0 else 1
-    return tuple(candidates[start::stride][: ranks(facts)])
+    return {number: candidates[number] for number in placement(facts).numbers(len(candidates))}
+
+
+def used_gpus(facts: Facts) -> tuple[Gpu, ...]:
+    """The machine's GPUs that this launch takes, in the order of the ranks; NotChecked where
+    nobody says."""
+    return tuple(placed_gpus(facts).values())
 
 
 def has_nvlink(facts: Facts) -> bool:
@@ -55,7 +118,8 @@ def has_nvlink(facts: Facts) -> bool:
     mine = used_gpus(facts)
     addresses = {gpu.pci_bus_id for gpu in mine}
     links = [link for link in topology(facts).links if link.address in addresses]
-    is_whole = len(mine) >= ranks(facts)
+    taken = placement(facts)
+    is_whole = len(mine) >= len(set(taken.numbers(taken.last + 1)))
     if is_whole and links and all(link.nvlinks is not None for link in links):
         return all(link.nvlinks for link in links)
     if facts.arch.is_sm12x:
