@@ -264,7 +264,8 @@ def _inside(found: _Found, around: Surroundings) -> _Found:
             model = outside.rstrip("/") + model[len(inside.rstrip("/")) :]
             notes.append(f"{launch.model} in the container is {model} outside")
             break
-    return replace(found, launch=replace(launch, model=model, interpreter=None, notes=tuple(notes)))
+    launch = replace(launch, model=model, interpreter=None, notes=tuple(notes))
+    return replace(found, launch=replace(launch, devices=around.devices or launch.devices))
 
 
 def _interpreter(word: str, program: _Program, environment: Mapping[str, str]) -> str | None:

@@ -120,7 +120,8 @@ def resolve(options: Options, download: Download | None = None) -> Target:
         raise _no_model(options, launch)
     gpus = saved.gpu if saved else read_gpus()
     variables = {**environment, **launch.environment}
-    arch, arch_source, gpu = _arch(options, gpus, saved is not None, variables, notes)
+    seen = _seen_by_server(launch, variables)
+    arch, arch_source, gpu = _arch(options, gpus, saved is not None, seen, notes)
     if kept is None:
         model_path = _model_path(options, launch, environment, saved)
     else:
@@ -448,6 +449,14 @@ def traceable(gpu: Gpu) -> Arch:
             f"say which one is meant: --arch {'|'.join(ARCHS)}",
         )
     return gpu.arch
+
+
+def _seen_by_server(launch: Launch, variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that say which GPUs the server sees; `variables`: the shell's and its own."""
+    if not launch.in_container:
+        return dict(variables)
+    given = {"CUDA_VISIBLE_DEVICES": ",".join(launch.devices)} if launch.devices else {}
+    return {**launch.environment, **given}
 
 
 def _used_gpu(gpus: GpuFacts, variables: Mapping[str, str]) -> Gpu | None:

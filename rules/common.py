@@ -81,9 +81,13 @@ def is_v41(facts: Facts) -> bool:
 
 
 def set_by_user(facts: Facts, name: str) -> str | None:
-    """The environment variable `name` as the launch, or else the machine, sets it."""
+    """The environment variable `name` as the launch, or else the machine, sets it.
+
+    What is in a container has only what it is given."""
     launch = facts.snapshot.launch
     own = launch.environment.get(name) if launch else None
+    if launch is not None and launch.in_container:
+        return own
     return facts.snapshot.environment.get(name) if own is None else own
 
 

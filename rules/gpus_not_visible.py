@@ -70,7 +70,11 @@ def _seen(facts: Facts) -> tuple[int, list[str]]:
     if visible is None and total and around <= _PLAIN and not is_noted:
         visible = facts.snapshot.environment.get(_VISIBLE)
     evidence = [f"{_VISIBLE}={visible}"] if visible is not None else []
-    evidence += [f"the machine has {total} GPU{'s' if total > 1 else ''}"] if total else []
+    if launch is not None and launch.devices:
+        total = len(launch.devices)
+        evidence.append(f"the container is given GPU {', '.join(launch.devices)}")
+    elif total:
+        evidence.append(f"the machine has {total} GPU{'s' if total > 1 else ''}")
     if visible is not None:
         return _named(visible, total), evidence
     if not total:
@@ -136,6 +140,14 @@ def _inherited(around: str) -> Facts:
     return replace(made, snapshot=replace(made.snapshot, environment={_VISIBLE: "0,1"}))
 
 
+def _contained(*devices: str) -> Facts:
+    """A container with some of the machine's GPUs; what the shell sees is nothing to it."""
+    made = _inherited("docker")
+    assert made.snapshot.launch is not None
+    launch = replace(made.snapshot.launch, devices=devices)
+    return replace(made, snapshot=replace(made.snapshot, launch=launch))
+
+
 _ELSEWHERE = "--arch"
 
 EXAMPLES = (
@@ -168,6 +180,8 @@ EXAMPLES = (
     Example("past the first GPUs", _on(4, tp_size=2, base_gpu_id=3), expect=("GPUs",)),
     Example("ranks that Ray places", _on(4, flags=(_RAY,), tp_size=8)),
     Example("a GPU that did not answer", _unread()),
+    Example("two given to a container", _contained("4", "5"), expect=("GPUs",)),
+    Example("four given to a container", _contained("4", "5", "6", "7")),
     Example("the shell's own variable", _inherited("numactl"), expect=("GPUs",)),
     Example("the shell's own variable, not a container's", _inherited("docker")),
 )

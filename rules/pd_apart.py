@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from dsv4doctor.models import Facts, Finding, Remedy, RouterLaunch, Severity
-from dsv4doctor.rules.common import flag, numa_nodes, set_by_user
+from dsv4doctor.rules.common import flag, numa_nodes
 from dsv4doctor.rules.pd_pair import DEFAULT_BOOTSTRAP, MODE, PORT, name_of, other_side, pair
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import gpus, scene
-from dsv4doctor.rules.topology import placement
+from dsv4doctor.rules.topology import placement, visible_gpus
 
 _SERVICE = "30000"
 """SGLang's default port."""
@@ -76,8 +76,7 @@ def host_of(url: str) -> str:
 
 def devices(facts: Facts) -> Devices:
     """The GPUs of a launch, by its variables and flags."""
-    visible = set_by_user(facts, _DEVICES)
-    names = tuple(name.strip() for name in (visible or "").split(",") if name.strip())
+    names = visible_gpus(facts)
     taken = placement(facts)
     numbers = dict.fromkeys(taken.numbers(len(names) or taken.last + 1))
     if names:

@@ -94,14 +94,27 @@ def ranks(facts: Facts) -> int:
     return placement(facts).count
 
 
+def visible_gpus(facts: Facts) -> tuple[str, ...]:
+    """The machine's numbers or the UUIDs of the GPUs that the server sees; empty: all, or nothing
+    says."""
+    launch = facts.snapshot.launch
+    given = launch.devices if launch else ()
+    visible = (set_by_user(facts, "CUDA_VISIBLE_DEVICES") or "").split(",")
+    names = tuple(stripped for name in visible if (stripped := name.strip()))
+    if not given or not names:
+        return given or names
+    # A container counts the GPUs that it is given from zero.
+    inside = {str(number): name for number, name in enumerate(given)}
+    return tuple(inside.get(name, name) for name in names if name in inside or "-" in name)
+
+
 def placed_gpus(facts: Facts) -> dict[int, Gpu]:
     """SGLang's number -> the machine's GPU, in the order of the ranks; NotChecked where nobody
     says."""
     everyone = facts.snapshot.gpu.gpus
-    visible = (set_by_user(facts, "CUDA_VISIBLE_DEVICES") or "").replace(" ", "")
-    names = [name for name in visible.split(",") if name]
+    names = visible_gpus(facts)
     if not all(name.isdigit() for name in names) and ranks(facts) < len(everyone):
-        raise NotChecked("CUDA_VISIBLE_DEVICES names GPUs by something else than their number")
+        raise NotChecked("the launch names its GPUs by something else than their number")
     chosen = [gpu for name in names for gpu in everyone if str(gpu.index) == name]
     candidates = chosen or list(everyone)
     return {number: candidates[number] for number in placement(facts).numbers(len(candidates))}

@@ -715,3 +715,21 @@ def test_a_variable_that_docker_passes_on_is_not_said_to_be_lost(tmp_path: Path)
     assert "the container gets its variables from -e only, not UCX_TLS" in launch.notes
     script.write_text(script.read_text().replace(" UCX_TLS=tcp", ""))
     assert read_script(script, {}).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "devices"),
+    [
+        ("--gpus all", ()),
+        ("--gpus device=3", ("3",)),
+        ("""--gpus '"device=4,5"'""", ("4", "5")),
+        ("""--gpus='"device=4,5",capabilities=utility'""", ("4", "5")),
+        ("--gpus device=GPU-5fd4f087", ("GPU-5fd4f087",)),
+        ("--gpus 2", ("0", "1")),
+    ],
+)
+@pytest.mark.parametrize("inner", [SERVER + " --model /m", f"bash -c '{SERVER} --model /m'"])
+def test_gpus_of_a_container(
+    option: str, devices: tuple[str, ...], inner: str, tmp_path: Path
+) -> None:
+    assert read(tmp_path, f"docker run {option} image {inner}").devices == devices

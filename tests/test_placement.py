@@ -3,15 +3,19 @@
 import ast
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsv4doctor.models import Facts, SglangTree
+from dsv4doctor.models import Arch, Facts, Launch, SglangTree
+from dsv4doctor.rules import pd_apart
+from dsv4doctor.rules.common import set_by_user
 from dsv4doctor.rules.samples import scene
 from dsv4doctor.rules.topology import has_nvlink, machine, placement, ranks, used_gpus
+from dsv4doctor.trace.session import TraceRequest
 
 _SIZES = ("tp_size", "pp_size", "dp_size", "nnodes", "base_gpu_id", "gpu_id_step")
 _RANGES = (
@@ -81,6 +85,58 @@ def test_a_gpu_of_two_ranks_is_not_a_gpu_too_few() -> None:
     links = ({"nvlinks": 18},) * 5
     sizes = {"tp_size": 2, "pp_size": 2, "gpu_id_step": 2}
     assert has_nvlink(machine(5, "sm_100", links=links, resolved=sizes))
+
+
+def _in_front(wrapper: str, own: dict[str, str], devices: tuple[str, ...] = ()) -> Facts:
+    """A launch from a shell in which GPUs 2 and 3 are visible."""
+    facts = machine(4, resolved={"tp_size": 2}, environment=own)
+    assert facts.snapshot.launch is not None
+    launch = replace(facts.snapshot.launch, wrappers=(wrapper,), devices=devices)
+    shell = {"CUDA_VISIBLE_DEVICES": "2,3", "NCCL_P2P_DISABLE": "1"}
+    return replace(facts, snapshot=replace(facts.snapshot, launch=launch, environment=shell))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "own", "devices", "indices"),
+    [
+        ("exec", {}, (), [2, 3]),
+        ("docker", {}, (), [0, 1]),
+        ("docker", {"CUDA_VISIBLE_DEVICES": "1,2"}, (), [1, 2]),
+        ("docker", {}, ("3", "1"), [3, 1]),
+        ("docker", {"CUDA_VISIBLE_DEVICES": "1,0"}, ("2", "3"), [3, 2]),
+        ("docker", {"CUDA_VISIBLE_DEVICES": "1,2"}, ("2", "3"), [3]),
+    ],
+)
+def test_a_container_has_the_gpus_that_it_is_given(
+    wrapper: str, own: dict[str, str], devices: tuple[str, ...], indices: list[int]
+) -> None:
+    facts = _in_front(wrapper, own, devices)
+    assert [gpu.index for gpu in used_gpus(facts)] == indices
+    assert pd_apart.devices(facts).names == tuple(map(str, indices))
+
+
+def test_a_container_has_the_variables_that_it_is_given() -> None:
+    name = "NCCL_P2P_DISABLE"
+    assert set_by_user(_in_front("exec", {}), name) == "1"
+    assert set_by_user(_in_front("docker", {}), name) is None
+    assert set_by_user(_in_front("docker", {name: "0"}), name) == "0"
+
+
+@pytest.mark.parametrize(
+    ("front", "seen"), [("numactl", {"NCCL_A", "NCCL_B"}), ("docker", {"NCCL_A"})]
+)
+def test_a_container_is_traced_with_the_variables_that_it_is_given(
+    front: str, seen: set[str]
+) -> None:
+    launch = Launch("serve.sh", 1, {"NCCL_A": "1"}, "m", (), wrappers=(front,))
+    checkpoint = scene().snapshot.checkpoint
+    assert checkpoint is not None
+    asked = TraceRequest(
+        *(SglangTree("tree", "0.5.23", "folder"), Path("python"), Arch(12, 0), checkpoint),
+        *(Path("m"), launch),
+        environment={"NCCL_B": "1"},
+    )
+    assert set(asked.variables()) == seen
 
 
 @pytest.mark.wheels

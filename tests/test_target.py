@@ -90,6 +90,22 @@ def test_gpus_of_several_kinds_are_said(
     assert look((_PRO, _B200)).arch == ARCHS["sm_100"]
 
 
+def test_the_gpu_of_a_container_is_one_that_it_is_given(
+    look: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    script = tmp_path / "serve.sh"
+
+    def arch(option: str) -> Arch:
+        server = "python -m sglang.launch_server --model-path /m"
+        script.write_text(f"docker run {option} image {server}\n")
+        return look((_PRO, _B200), launch=script).arch
+
+    assert arch("--gpus all") == ARCHS["sm_120"]
+    assert arch("--gpus device=1") == ARCHS["sm_100"]
+    assert arch("-e CUDA_VISIBLE_DEVICES=1") == ARCHS["sm_100"]
+
+
 def test_no_gpu_needs_arch(look: Callable[..., Target]) -> None:
     with pytest.raises(UsageError, match="no GPU on this machine"):
         look(())

@@ -271,6 +271,10 @@ class Checkpoint:
         return tuple(layer for layer in self.layers if layer.role is Role.DRAFT)
 
 
+CONTAINERS = frozenset(("docker", "podman", "nerdctl", "kubectl"))
+"""What starts a server in a container."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """A server launch as written: environment, model and SGLang flags."""
@@ -299,6 +303,13 @@ class Launch:
     """The variables of `environment` that --env or the configuration gave."""
     configured: tuple[str, ...] = ()
     """The keys of the file that --config names, as flags."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that a container in front is given by name; empty: all, or nothing says."""
+
+    @property
+    def in_container(self) -> bool:
+        """It sees no variables but its own."""
+        return not CONTAINERS.isdisjoint(self.wrappers)
 
     @property
     def all_flags(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from dsv4doctor.models.facts import CONTAINERS
+
 _NAMES = (
     "exec nohup setsid command env sudo nice ionice chrt numactl taskset timeout stdbuf unbuffer "
     "time flock setarch torchrun srun sbatch salloc mpirun mpiexec docker podman nerdctl "
@@ -14,7 +16,6 @@ _NAMES = (
     "poetry pixi conda mamba micromamba nsys ncu strace gdb py-spy catchsegv bwrap"
 )
 _WRAPPERS = frozenset(_NAMES.split())
-_CONTAINERS = frozenset(("docker", "podman", "nerdctl", "kubectl"))
 _NODE_OPTIONS = ("--cpunodebind", "-N", "--membind", "-m", "--preferred", "-p")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -32,6 +33,8 @@ class Surroundings:
     notes: list[str] = field(default_factory=list)
     numa_nodes: tuple[int, ...] = ()
     """What numactl binds CPUs or memory to."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that a container is given by name."""
 
 
 def unwrap(
@@ -52,7 +55,7 @@ def unwrap(
         end = starts[number + 1] if number + 1 < len(starts) else len(words)
         name, options = PurePosixPath(words[start]).name, words[start + 1 : end]
         around.wrappers += (name,)
-        if name in _CONTAINERS:
+        if name in CONTAINERS:
             _container(around, options, inherited)
         elif name in ("env", "sudo"):
             _env(around, options)
@@ -90,6 +93,10 @@ def _container(around: Surroundings, options: Sequence[str], inherited: Mapping[
             _pass_on(around, option[6:], outside)
         elif re.match(r"-e[A-Za-z_]\w*(=|$)", option):
             _pass_on(around, option[2:], outside)
+        elif option == "--gpus":
+            around.devices = _devices(following)
+        elif option.startswith("--gpus="):
+            around.devices = _devices(option[7:])
         elif option.startswith("--env-file"):
             around.notes.append(f"{option.split('=')[0]} was not read")
         elif option in ("-v", "--volume"):
@@ -113,6 +120,15 @@ def _pass_on(around: Surroundings, text: str, outside: Mapping[str, str]) -> Non
         around.environment[name] = outside[name]
     elif name:
         around.notes.append(f"-e {name} passes on a variable that is not set here")
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    """The GPUs of --gpus: `device=4,5`, of which the quotes are the option's own, or how many."""
+    if text.isascii() and text.isdigit() and len(text) < 4:
+        return tuple(str(number) for number in range(int(text)))
+    _, named, names = text.strip("\"'").partition("device=")
+    names = re.split(r"[\"']|,\w+=", names)[0]
+    return tuple(name.strip() for name in names.split(",") if name.strip()) if named else ()
 
 
 def _volume(around: Surroundings, text: str) -> None:

@@ -60,9 +60,10 @@ class TraceRequest:
 
     def variables(self) -> dict[str, str]:
         """The variables that SGLang will see, the launch's own last."""
+        seen = self.launch.environment if self.launch.in_container else self.all_variables()
         return {
             name: value
-            for name, value in self.all_variables().items()
+            for name, value in seen.items()
             if name.startswith(_RELEVANT) and name not in _ONLY_FOR_KERNELS
         }
 
