@@ -29,7 +29,7 @@ def diff_command(
     """Compare PREDICTED, from `dsv4doctor trace --format json`, with RECORDED, written by a server
     that ran with DSV4DOCTOR_RECORD=FILE: per layer and hot path, what drifted.
 
-    Exit codes: 0 the same, 1 drift, 2 unreadable input, 3 one side does not know.
+    Exit codes: 0 the same, 1 drift, 2 unreadable input, 3 something is not known.
 
     \b
     Examples:

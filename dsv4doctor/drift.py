@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Standing(str, Enum):
     SAME = "same"
     DRIFT = "drift"
     UNKNOWN = "unknown"
-    """One side does not know it."""
+    """One side does not know it, or neither does."""
 
 
 @dataclass(frozen=True)
@@ -328,11 +328,12 @@ def _compare_paths(predicted: dict[str, Any], recorded: dict[str, Any]) -> Itera
             yield Difference(subject, "path", None, symbol, Standing.UNKNOWN, reason)
         elif key[1] == "kv-cache":
             yield _plain(subject, "dtype", ours[0]["choice"], theirs["choice"])
-            yield _plain(subject, "layout", ours[0]["detail"], theirs["detail"])
+            yield _plain(subject, "layout", ours[0]["detail"] or None, theirs["detail"] or None)
         elif not theirs["layers"] and theirs["kernel"] is None and ours[0]["kernel"] is None:
             # Read off the arguments in both, as the all-reduce: there is no kernel to compare.
-            one, other = ours[0]["choice"], theirs["choice"]
-            yield _plain(subject, "choice", one, other, values=one == other)
+            found = _plain(subject, "choice", ours[0]["choice"], theirs["choice"])
+            reasons = [path["reason"] for path in (ours[0], theirs) if path["choice"] is None]
+            yield replace(found, reason=reasons[0]) if reasons else found
         else:
             symbols = [path["kernel"] for path in ours]
             yield _kernels(subject, symbols, theirs["kernel"], ours[0]["reason"], theirs)

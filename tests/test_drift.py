@@ -58,14 +58,28 @@ def test_the_same(report: dict[str, Any]) -> None:
 def test_a_path_of_no_layer_is_found_in_both(report: dict[str, Any]) -> None:
     """The all-reduce: read off the arguments, and often not known."""
     reduce = {**report["paths"][0], "name": "all-reduce", "layers": [], "kernel": None}
-    report["paths"].append({**reduce, "choice": None, "verdict": "unknown"})
-    assert compare(report, report).exit_code == 0
+    unknown = {"choice": None, "verdict": "unknown", "reason": "no topology"}
+    report["paths"].append({**reduce, **unknown})
+    [found] = compare(report, report).of(Standing.UNKNOWN)
+    assert (found.subject, found.what, found.reason) == ("main all-reduce", "choice", "no topology")
+    assert compare(report, report).exit_code == 3
     other = copy.deepcopy(report)
     other["paths"][-1]["choice"] = "nccl"
     [found] = compare(report, other).of(Standing.UNKNOWN)
     assert (found.subject, found.what) == ("main all-reduce", "choice")
     report["paths"][-1]["choice"] = "custom"
     assert compare(report, other).exit_code == 1
+
+
+def test_a_cache_that_neither_side_knows_is_not_the_same(report: dict[str, Any]) -> None:
+    cache = {**report["paths"][0], "name": "kv-cache", "kernel": None, "choice": "fp8_e4m3"}
+    report["paths"] = [{**cache, "detail": "584 bytes"}]
+    assert compare(report, report).exit_code == 0
+    for part, what in (("choice", "dtype"), ("detail", "layout")):
+        nothing = {"choice": None, "detail": ""}[part]
+        short = {**report, "paths": [{**report["paths"][0], part: nothing}]}
+        [found] = compare(short, short).of(Standing.UNKNOWN)
+        assert found.what == what
 
 
 def test_what_ran_and_was_to_fail_is_drift_and_a_failure_never_the_same(

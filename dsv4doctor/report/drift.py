@@ -12,7 +12,7 @@ from dsv4doctor.report.console import Style, printed
 
 SCHEMA = "dsv4doctor-diff/1"
 _STYLES = {Standing.DRIFT: "bold red", Standing.UNKNOWN: "yellow", Standing.SAME: "green"}
-_TITLES = {Standing.DRIFT: "Drift", Standing.UNKNOWN: "Not known on one side"}
+_TITLES = {Standing.DRIFT: "Drift", Standing.UNKNOWN: "Not known"}
 
 
 def as_json(comparison: Comparison) -> str:
