@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv4doctor import __version__
 from dsv4doctor.alternatives import Candidate, candidates, outcome
-from dsv4doctor.commands import doctor_command
+from dsv4doctor.commands import doctor_command, is_for_another_machine
 from dsv4doctor.errors import DoctorError
 from dsv4doctor.evidence.grounds import Grounds, grounds
 from dsv4doctor.evidence.stamped import verified_here
@@ -323,8 +323,10 @@ def _with_command(finding: Finding, facts: Facts) -> Finding:
     if command is not None and command not in commands:
         commands = (*commands, command)
     if facts.said.snapshot is not None:
+        is_other = is_for_another_machine(facts)
+        where = "that serves" if is_other else f"that {facts.said.snapshot} is of"
         text += (
-            f"\nA patch goes in on the machine that {facts.said.snapshot} is of: `dsv4doctor fix "
+            f"\nA patch goes in on the machine {where}: `dsv4doctor fix "
             f"--apply --only {remedy.fix}` there, with its launch."
         )
     return replace(finding, remedy=replace(remedy, text=text, commands=commands))

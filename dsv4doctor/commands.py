@@ -74,6 +74,12 @@ def doctor_command(facts: Facts, *words: str) -> str | None:
     return None if _is_secret(said) else shlex.join(said)
 
 
+def is_for_another_machine(facts: Facts) -> bool:
+    """--arch names a GPU that the machine of the snapshot has not got."""
+    there = {gpu.arch for gpu in facts.snapshot.gpu.gpus}
+    return facts.said.snapshot is not None and bool(there) and facts.arch not in there
+
+
 def _named(facts: Facts, launch: Launch) -> list[str]:
     """The words that name the launch, without its flags."""
     said = facts.said

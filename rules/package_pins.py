@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dsv4doctor.commands import is_for_another_machine
 from dsv4doctor.models import Facts, Finding, Package, Remedy, Severity
 from dsv4doctor.rules.rule import Example, NotChecked, Rule
 from dsv4doctor.rules.samples import flashinfer, scene
@@ -18,6 +19,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     tree = facts.snapshot.sglang
     if tree is None or tree.borrowed:
         raise NotChecked("SGLang is not installed in this environment: it is not the server's")
+    is_other = is_for_another_machine(facts)
+    python = "python" if is_other else stack.interpreter
     for package in stack.packages:
         if package.satisfied is not False or package.required is None:
             continue
@@ -30,8 +33,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             consequence="SGLang may not start, or reach kernels that it was not tested with.",
             evidence=(f"{stack.interpreter}: {package.name} {package.version or 'missing'}",),
             remedy=Remedy(
-                "Install what SGLang pins.",
-                (f"{stack.interpreter} -m pip install '{package.name}{_pin(package)}'",),
+                f"Install what SGLang pins{' on the machine that serves' if is_other else ''}.",
+                (f"{python} -m pip install '{package.name}{_pin(package)}'",),
             ),
         )
 

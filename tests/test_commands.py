@@ -7,15 +7,26 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor import cli, commands
-from dsv4doctor.audit import run_rules
-from dsv4doctor.models import Alternative, Facts, Launch, Location, Said, SglangError
+from dsv4doctor.audit import _with_command, run_rules
+from dsv4doctor.models import (
+    ARCHS,
+    Alternative,
+    Facts,
+    Launch,
+    Location,
+    Package,
+    Said,
+    SglangError,
+    Stack,
+)
 from dsv4doctor.rules import (
     flag_not_consulted,
     layer_raises,
     moe_draft_sm100_only,
     moe_main_sm100_only,
+    package_pins,
 )
-from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
+from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts, gpus, scene
 
 _FLAGS = ("--tp", "4", "--moe-runner-backend", "triton", "--speculative-algorithm", "EAGLE")
 _MARLIN = ("--tp", "4", "--moe-runner-backend", "marlin")
@@ -118,6 +129,24 @@ def test_a_finding_says_where_its_patch_goes_in() -> None:
         "A patch goes in on the machine that box.json is of: `dsv4doctor fix --apply --only "
         f"{remedy.fix}` there, with its launch."
     ) in remedy.text
+
+
+@pytest.mark.parametrize(("arch", "is_there"), [("sm_120", True), ("sm_100", False)])
+def test_remedies_for_another_machine_do_not_name_the_snapshots(arch: str, is_there: bool) -> None:
+    stack = Stack("/box/bin/python", "3.12.3", (Package("tilelang", None, "==0.1.12", False),))
+    sample = replace(scene(gpus=gpus(1)), arch=ARCHS[arch], said=Said(snapshot="box.json"))
+    sample = replace(sample, snapshot=replace(sample.snapshot, stack=stack))
+    (result,) = run_rules([package_pins.RULE], sample)
+    remedy = result.findings[0].remedy
+    assert remedy is not None
+    python = "/box/bin/python" if is_there else "python"
+    assert remedy.commands == (f"{python} -m pip install 'tilelang==0.1.12'",)
+    assert ("on the machine that serves" in remedy.text) is not is_there
+    patched = replace(remedy, fix="FIX101")
+    [finding] = result.findings
+    shown = _with_command(replace(finding, remedy=patched), sample).remedy
+    assert shown is not None
+    assert ("the machine that box.json is of" in shown.text) is is_there
 
 
 def test_eagle_without_its_companions() -> None:
