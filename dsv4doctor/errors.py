@@ -27,6 +27,15 @@ def shortened(text: str) -> str:
     return words if len(words) <= _LONGEST else words[:_LONGEST] + "..."
 
 
+def cut(text: str, most: int) -> str:
+    """`text`; where it is longer than `most` characters, up to its last whole word, and "..."."""
+    if len(text) <= most:
+        return text
+    words, _, rest = text[: most + 1].rpartition(" ")
+    is_one_word = len(rest) > most // 2
+    return (text[:most] if is_one_word else words).rstrip(" .,;:") + "..."
+
+
 class UsageError(DoctorError):
     """Wrong usage or unreadable input: exit code 2."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from dsv4doctor.errors import cut
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.judgement import Judgement, of_kernel, refusal
 from dsv4doctor.models import ARCHS, Arch, HotPath, Layer, SglangError, StoredFormat, Verdict
@@ -249,7 +250,7 @@ def judge_path(path: HotPath, arch: Arch, grounds: Grounds | None = None) -> Hot
 def raised(error: SglangError) -> str:
     """What SGLang raises, where, and the first line of what it says."""
     where = f" at {error.at.file}:{error.at.line}" if error.at else ""
-    message = error.message.splitlines()[0][:200] if error.message else "no message"
+    message = cut(error.message.splitlines()[0], 200) if error.message else "no message"
     return f"SGLang raises {error.type}{where}: {message}"
 
 

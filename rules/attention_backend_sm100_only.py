@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dsv4doctor.errors import cut
 from dsv4doctor.models import Facts, Finding, Location, Remedy, Severity, SglangError
 from dsv4doctor.rules.common import flag, with_source
 from dsv4doctor.rules.rule import Example, Rule
@@ -35,7 +36,7 @@ def _finding(facts: Facts, chosen: str, error: SglangError) -> Finding:
         message=f"{_FLAG} {chosen} exists for SM100 and SM103 and not for {facts.arch.name}.",
         consequence="The server stops while it resolves its arguments.",
         evidence=(
-            f"{error.type}: {' '.join(error.message.split())[:300]}",
+            f"{error.type}: {cut(' '.join(error.message.split()), 300)}",
             *([f"raised at {with_source(error.at)}"] if error.at else []),
         ),
         locations=(error.at,) if error.at else (),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dsv4doctor.errors import cut
 from dsv4doctor.models import (
     Checkpoint,
     Facts,
@@ -83,7 +84,7 @@ def _finding(
         ),
         evidence=(
             f"{example} is stored",
-            *(f"{error.type}: {error.message[:200]}" for error in facts.trace.errors[:1]),
+            *(f"{error.type}: {cut(error.message, 200)}" for error in facts.trace.errors[:1]),
         ),
         remedy=Remedy(
             "Use --speculative-algorithm DSPARK (SGLang 0.5.16 on)."

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4doctor.commands import launch_change, server_command
+from dsv4doctor.errors import cut
 from dsv4doctor.flags import without, written_out
 from dsv4doctor.folding import fold
 from dsv4doctor.models import Facts, Finding, Layer, Location, Remedy, Severity, SglangError
@@ -33,7 +34,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None) -> Finding:
-    message = " ".join(error.message.split())[:300].rstrip(".") or "no message"
+    message = cut(" ".join(error.message.split()).rstrip("."), 300) or "no message"
     evidence = [f"{error.type}: {message}"]
     if error.at is not None:
         evidence.append(f"raised at {with_source(error.at)}")

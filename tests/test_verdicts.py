@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4doctor.errors import cut
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.folding import fold
 from dsv4doctor.models import ARCHS, Arch, Kernel, Layer, SglangError, StoredFormat, Verdict
@@ -15,7 +16,8 @@ from dsv4doctor.rules.samples import (
     MAIN_NVFP4_CUTLASS,
     MAIN_TRTLLM,
 )
-from dsv4doctor.verdicts import drops_clamp, judge, judge_kernel, known_kernels
+from dsv4doctor.trace.protocol import artefact
+from dsv4doctor.verdicts import drops_clamp, judge, judge_kernel, known_kernels, raised
 
 _R, _F, _U = Verdict.RUNS, Verdict.FAILS, Verdict.UNKNOWN
 _S = Verdict.FALLBACK
@@ -244,3 +246,24 @@ def test_only_identical_neighbours_fold() -> None:
     assert (whole.name, whole.count) == ("model.layers.0-2.mlp.experts", 3)
     gap = fold([MAIN_TRTLLM[0], MAIN_TRTLLM[2]])
     assert [item.count for item in gap] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "expected"),
+    [
+        ("as it is", 8, "as it is"),
+        ("up to a word", 9, "up to a..."),
+        ("up to a word", 7, "up to a..."),
+        ("one sentence. another", 15, "one sentence..."),
+        ("a/path/without/any/space", 10, "a/path/wit..."),
+    ],
+)
+def test_long_texts_are_cut_between_words(text: str, most: int, expected: str) -> None:
+    assert cut(text, most) == expected
+
+
+def test_what_stopped_a_trace_is_cut_between_words() -> None:
+    error = {"type": "ValueError", "message": "word " * 100, "innermost": "/lib/torch.py"}
+    assert artefact(error).startswith(f"ValueError: {'word ' * 39}word... (raised in torch.py")
+    raising = SglangError("main", "ValueError", "word " * 100, None)
+    assert raised(raising).endswith(" word word...")

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dsv4doctor.errors import cut
 from dsv4doctor.folding import LayerRange, fold
 from dsv4doctor.models import Facts, Layer, Location, Verdict
 from dsv4doctor.verdicts import NO_CLAMP
@@ -53,7 +54,7 @@ def layer_parts(facts: Facts, width: int) -> Iterator[RenderableType]:
         for layers in ranges:
             yield from _block(layers)
     for error in trace.errors:
-        said = error.message.strip().partition("\n")[0][:300]
+        said = cut(error.message.strip().partition("\n")[0], 300)
         text = f"{error.phase}: stops with {error.type}{f': {said}' if said else ''}"
         yield Padding(Text(text, style="bold red", overflow="fold"), (0, 0, 0, 2))
     for text in trace.unresolved:

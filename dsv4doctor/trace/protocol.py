@@ -28,7 +28,7 @@ import linecache
 from pathlib import Path
 from typing import Any
 
-from dsv4doctor.errors import DoctorError
+from dsv4doctor.errors import DoctorError, cut
 from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.models import (
     ArgChange,
@@ -84,7 +84,7 @@ def trace_from(
 def artefact(error: dict[str, Any]) -> str:
     """One sentence on an exception that SGLang's own code did not raise."""
     where = error["innermost"] or "unknown code"
-    message = error["message"].splitlines()[0][:200] if error["message"] else "no message"
+    message = cut(error["message"].splitlines()[0], 200) if error["message"] else "no message"
     if error["type"] in ("ImportError", "ModuleNotFoundError"):
         return f"{error['type']}: {message} (the Python that traced lacks it; the server's may not)"
     return (
@@ -95,7 +95,7 @@ def artefact(error: dict[str, Any]) -> str:
 
 def _stopped(error: dict[str, Any]) -> str:
     """One sentence on an exception that came before a path's own dispatch, or from elsewhere."""
-    message = error["message"].splitlines()[0][:200] if error["message"] else "no message"
+    message = cut(error["message"].splitlines()[0], 200) if error["message"] else "no message"
     where = Path(error["innermost"] or "unknown code").name
     return f"the trace stopped before its kernel: {error['type']}: {message} (in {where})"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsv4doctor.errors import DoctorError, UndeterminedError, UsageError
+from dsv4doctor.errors import DoctorError, UndeterminedError, UsageError, cut
 from dsv4doctor.flags import advice, options_of
 from dsv4doctor.models import SglangTree, Trace
 from dsv4doctor.trace import cache
@@ -153,11 +153,12 @@ def _outcome(event: dict[str, Any], request: TraceRequest) -> Trace | DoctorErro
 def _flag_message(said: str, request: TraceRequest) -> tuple[str, str]:
     """SGLang's own complaint about a flag, without the usage text in front."""
     _, marker, complaint = said.rpartition("error: ")
-    line = " ".join(complaint.split())[:300] if marker else "it stopped while reading the flags"
+    line = " ".join(complaint.split()) if marker else "it stopped while reading the flags"
     _, unrecognised, named = line.partition("unrecognized arguments: ")
     hint = advice(named.split(), _known_options(request.tree)) if unrecognised else None
     return (
-        f"{request.launch.source}: SGLang {request.tree.version} does not take these flags: {line}",
+        f"{request.launch.source}: SGLang {request.tree.version} does not take these flags: "
+        f"{cut(line, 300)}",
         hint or _where_flags_are(request.tree, request.interpreter),
     )
 
