@@ -167,3 +167,38 @@ def test_empty_name_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert '"": no such rule' in said
     assert "explain --list" in said
+
+
+_POLL = (
+    '[2026-11-29 14:00:05] INFO:     127.0.0.1:5 - "GET /health HTTP/1.1" 503 Service Unavailable'
+)
+
+
+def _starting(*then: str) -> list[str]:
+    """A start, up to its first request, with what the log says then; the doctor's signatures."""
+    lines = healthy("0.5.14").partition("Uvicorn running")[0].splitlines()[:-1]
+    scanner = Scanner(signatures())
+    text = "\n".join(
+        (
+            *lines,
+            "[2026-11-29 14:00:04] Shuffling FP4 expert weights (layer: model.decoder.mlp.experts)",
+            "[2026-11-29 14:00:04] INFO:     Uvicorn running on http://0.0.0.0:30000",
+            *then,
+        )
+    )
+    scanner.feed(f"{text}\n".encode())
+    found = judge(scanner.finish(), "log", "sm_120", ()).matches
+    assert all(match.layer is None and match.role is None for match in found)
+    return [match.signature.id for match in found]
+
+
+@pytest.mark.parametrize("polls", [1, 100])
+def test_a_server_whose_first_request_does_not_come_back_is_not_healthy(polls: int) -> None:
+    ready = "[2026-11-29 14:03:00] The server is fired up and ready to roll!"
+    waiting = [_POLL] * polls
+    assert _starting(*waiting) == ["LOG516"]
+    assert _starting(*waiting, ready) == []
+    assert _starting(*waiting, ready, _POLL) == []  # it fails its health check, for another reason
+    assert _starting() == []
+    died = "[2026-11-29 14:03:00 TP1] Scheduler hit an exception: KeyError: 'zebra'"
+    assert _starting(*waiting, died, _POLL) == []

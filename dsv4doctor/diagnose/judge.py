@@ -80,6 +80,8 @@ def judge(seen: Observation, source: str, arch: str | None, notes: Sequence[str]
     launch = logged_launch(seen.arguments, source)
     known = facts.lines(launch)
     known += [f"signature {name}" for name in seen.tallies]
+    known += ["ready"] if seen.is_ready else []
+    known += ["error"] if seen.errors else []
     known += [f"frame {frame.file}" for trace in seen.tracebacks for frame in trace.frames]
     remarks = list(notes)
     matches: list[Match] = []

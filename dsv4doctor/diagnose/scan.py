@@ -36,6 +36,7 @@ GATES = (
     b"Traceback", b"speculative algorithm", b"attn-backend", b"ne-shot", b"neshot", b"KeyError",
     b"load weight", b"ddress already", b"EADDRINUSE", b"egmentation", b"egfault", b"/KILL",
     b"/SEGV", b"ode 137", b"ode 139", b"ode: 137", b"ode: 139",
+    b"\" 503 Serv",
 )  # fmt: skip
 """A chunk without any of these holds nothing to look at."""
 
@@ -65,7 +66,8 @@ _NO_FAILURE = re.compile(
     r"|exceeds the maximum allowed length|RequestValidationError|ClientDisconnect"
 )
 """An error line with this tells of the user who ended the server, or of a client's mistake."""
-_PROGRESS = ("Load weight", "Loading", "avail mem", "ready to roll", "Uvicorn running",
+_READY = "ready to roll"
+_PROGRESS = ("Load weight", "Loading", "avail mem", _READY, "Uvicorn running",
              "startup complete", "Memory pool", "Cache is allocated", "Prefill batch",
              "Decode batch")  # fmt: skip
 _COMMANDS = ("server_args=", "launch_server", "sglang serve")
@@ -131,6 +133,8 @@ class Observation:
     size: int = 0
     progress_line: int = 0
     """The last line that shows the server getting on: loading, capturing, serving."""
+    is_ready: bool = False
+    """SGLang said that it is."""
 
 
 class Scanner:
@@ -227,6 +231,7 @@ class Scanner:
             self._argument(line)
         if any(word in text for word in _PROGRESS):
             self._seen.progress_line = line.number
+            self._seen.is_ready = self._seen.is_ready or _READY in text
         began = self._tracebacks.first_line
         ended = self._tracebacks.take(line)
         if any(word in text for word in _LAYER_WORDS):
@@ -286,7 +291,9 @@ class Scanner:
                 values[value] = None
         if len(tally.kept) < _KEPT and len(self._pending) < 50:
             kept = Line(line.number, line.text[:MAX_TEXT], line.time, line.rank)
-            sighting = Sighting(signature, kept, fields, tuple(self._recent), self._layer)
+            # What counts for being the last thing said is not about the layer named before.
+            layer = None if signature.at_end else self._layer
+            sighting = Sighting(signature, kept, fields, tuple(self._recent), layer)
             tally.kept.append(sighting)
             self._pending.append(sighting)
 
