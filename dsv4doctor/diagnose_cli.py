@@ -183,18 +183,17 @@ def _hint(diagnosis: Diagnosis, options: dict[str, Any]) -> str:
 
 
 @click.command("explain")
-@click.argument("name", metavar="RULE|SIGNATURE|FIX", required=False)
-@click.option(
-    "--list", "show_list", is_flag=True, help="Every rule, signature and fix, one a line."
-)
+@click.argument("name", metavar="ID", required=False)
+@click.option("--list", "show_list", is_flag=True, help="Every id, one a line.")
 def explain_command(name: str | None, show_list: bool) -> None:
-    """The long form of a rule, log signature or fix: cause, releases, evidence, links.
+    """The long form of a rule, log signature, fix or finding of a profile, by its ID.
 
     \b
     Examples:
       dsv4doctor explain DSV102
       dsv4doctor explain LOG401
       dsv4doctor explain FIX101
+      dsv4doctor explain PRF101
       dsv4doctor explain --list
     """
     from dsv4doctor.explain import explain, listing
@@ -202,6 +201,6 @@ def explain_command(name: str | None, show_list: bool) -> None:
     if show_list:
         deliver(listing(), None)
     elif name is None:
-        raise UsageError("explain: no rule, signature or fix given", "`dsv4doctor explain --list`")
+        raise UsageError("explain: no ID given", "`dsv4doctor explain --list`")
     else:
         deliver(explain(name, width(sys.stdout.isatty())), None)

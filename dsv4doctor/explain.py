@@ -1,4 +1,4 @@
-"""The long form of a rule, a log signature or a fix: cause, releases, evidence, links, fix."""
+"""The long form of a rule, a log signature, a fix or a profile's finding: cause, evidence, fix."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dsv4doctor.errors import UsageError
 from dsv4doctor.fixes import ALL
 from dsv4doctor.fixes.fix import Fix
 from dsv4doctor.models import Finding
+from dsv4doctor.profiling.findings import KINDS, Kind
 from dsv4doctor.rules import MODULES
 from dsv4doctor.terminal import wrapped
 
@@ -26,16 +27,17 @@ else:
 
 
 def listing() -> str:
-    """Every rule, signature and fix, one a line."""
+    """Every rule, signature, fix and finding of a profile, one a line."""
     rows = [(module.RULE.id, module.RULE.severity.value, module.RULE.title) for module in MODULES]
     rows += [(entry.id, entry.severity.value, entry.title) for entry in signatures()]
     rows += [(fix.id, "fix", fix.title) for fix in ALL]
+    rows += [(kind.id, kind.severity.value, kind.title) for kind in KINDS]
     wide = max(len(row[0]) for row in rows)
     return "".join(f"{name:<{wide}}  {severity:<7}  {title}\n" for name, severity, title in rows)
 
 
 def explain(name: str, columns: int = 100) -> str:
-    """The text for the id of a rule, signature or fix, whatever its case, on `columns`.
+    """The text for the id of a rule, signature, fix or finding, whatever its case, on `columns`.
 
     UsageError for another one."""
     return wrapped(_explained(name), columns)
@@ -52,11 +54,14 @@ def _explained(name: str) -> str:
     for fix in ALL:
         if fix.id == wanted:
             return _fix(fix)
+    for kind in KINDS:
+        if kind.id == wanted:
+            return _kind(kind)
     known = [module.RULE.id for module in MODULES] + [entry.id for entry in signatures()]
-    known += [fix.id for fix in ALL]
+    known += [fix.id for fix in ALL] + [kind.id for kind in KINDS]
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4) or known[:3]
     raise UsageError(
-        f'"{name[:60]}": no such rule, signature or fix',
+        f'"{name[:60]}": no such rule, signature, fix or finding',
         f"closest: {', '.join(near)}; `dsv4doctor explain --list` shows all",
     )
 
@@ -90,6 +95,13 @@ def _fix(fix: Fix) -> str:
     parts += ["", f"Verified by: {fix.verified_by}", "", "See whether a launch needs it, and how:"]
     parts += [f"  $ dsv4doctor fix --only {fix.id} --launch serve.sh", "", "See also:"]
     parts += [f"  dsv4doctor explain {rule}" for rule in fix.rules]
+    return "\n".join(parts) + "\n"
+
+
+def _kind(kind: Kind) -> str:
+    parts = [f"{kind.id}  {kind.title} ({kind.severity.value})", "", kind.when, ""]
+    parts += ["What happens:", f"  {kind.consequence}", "", "Fix:", f"  {kind.remedy}", ""]
+    parts += ["Found in a trace of the torch profiler by:", "  $ dsv4doctor profile TRACE"]
     return "\n".join(parts) + "\n"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import resources
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,6 +15,7 @@ from dsv4doctor.diagnose.signature import signatures
 from dsv4doctor.errors import UsageError
 from dsv4doctor.explain import explain, listing
 from dsv4doctor.fixes import ALL
+from dsv4doctor.profiling.findings import KINDS
 from dsv4doctor.rules import MODULES
 
 if sys.version_info >= (3, 11):
@@ -23,14 +26,28 @@ else:
 _RULES = [module.RULE.id for module in MODULES]
 _SIGNATURES = [entry.id for entry in signatures()]
 _FIXES = [fix.id for fix in ALL]
+_KINDS = [kind.id for kind in KINDS]
+_ROOT = Path(__file__).parent.parent
+_ID = re.compile(r"\b(?!SIM|RUF)[A-Z]{3}[1-9]\d\d\b")
 
 
-@pytest.mark.parametrize("name", [*_RULES, *_SIGNATURES, *_FIXES])
+@pytest.mark.parametrize("name", [*_RULES, *_SIGNATURES, *_FIXES, *_KINDS])
 def test_every_id_has_a_long_form(name: str) -> None:
     text = explain(name.lower())
     assert text.startswith(f"{name}  ")
     assert "fix" in text.lower() or name in _RULES
     assert len(text.splitlines()) >= 6
+
+
+def test_every_id_that_anything_prints_is_known() -> None:
+    named: set[str] = set()
+    for folder in ("dsv4doctor", "rules", "fixes", "kernels", "docs"):
+        for path in (_ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".toml", ".md"):
+                named.update(_ID.findall(path.read_text("utf-8")))
+    assert {name[:3] for name in named} == {"DSV", "LOG", "FIX", "PRF"}
+    for name in named:
+        assert explain(name)
 
 
 def test_signature_names_causes_releases_and_links() -> None:
@@ -77,12 +94,12 @@ def test_a_rule_s_own_text_is_for_its_readers(module: ModuleType) -> None:
 
 def test_listing_holds_everything_once() -> None:
     first_words = [line.split()[0] for line in listing().splitlines()]
-    assert first_words == [*_RULES, *_SIGNATURES, *_FIXES]
+    assert first_words == [*_RULES, *_SIGNATURES, *_FIXES, *_KINDS]
 
 
 @pytest.mark.parametrize("name", ["LOG40", "DSV-102", "nonsense", "", "x" * 5000, "LOG\x1b[1m"])
 def test_unknown_name(name: str) -> None:
-    with pytest.raises(UsageError, match="no such rule, signature or fix") as raised:
+    with pytest.raises(UsageError, match="no such rule, signature, fix or finding") as raised:
         explain(name)
     assert "closest: " in str(raised.value.hint)
     assert len(raised.value.message) < 200

@@ -27,11 +27,53 @@ _KINDS = {
 }
 """A path of one phase is only missed where that phase was profiled."""
 _PATH_CATEGORIES = {"dense": "gemm", "sparse": "attention", "kv": "attention", "indexer": "indexer"}
-_ANOTHER_LAUNCH = (
-    "The profile is of another launch, release or GPU than the report, or SGLang decided otherwise "
-    "at run time: one of the two does not describe this server."
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What findings of one id have in common."""
+
+    id: str
+    severity: Severity
+    title: str
+    when: str
+    consequence: str
+    remedy: str
+
+
+_GLUE = Kind(
+    "PRF101",
+    Severity.WARNING,
+    "Much of the GPU's time is glue",
+    f"More than {GLUE_LIMIT:.0%} of the busy time is copies, casts, elementwise operations, "
+    "indexing and reductions.",
+    "The GPU moves data between kernels instead of computing; a fused kernel for the operation "
+    "around it gives that time back.",
+    "Look at what launches the largest of them: plain torch operations stand in where a kernel is "
+    "missing for this GPU. `dsv4doctor check` names such paths.",
 )
-_SAME_LAUNCH = "Run `dsv4doctor check` with the profiled server's own launch and release."
+_FP32 = Kind(
+    "PRF102",
+    Severity.WARNING,
+    "Matrix multiplications in FP32 or TF32",
+    f"They take {_FP32_WARNING:.0%} of the busy time or more; from {_FP32_WORTH_SAYING:.1%} on it "
+    "is said as info.",
+    "The weights of this model family are BF16, FP8 or FP4: in FP32 a multiplication runs outside "
+    "the fast tensor cores, many times slower. Some small ones (router, hyper-connections) are "
+    "FP32 on purpose.",
+    "Find the caller by the shape: profile with record_shapes, or look for .float() in front of a "
+    "matmul in SGLang's fallback code.",
+)
+_OTHER = Kind(
+    "PRF103",
+    Severity.WARNING,
+    "Other kernels ran than the report predicts",
+    "With --expect FILE, a JSON report: the routed experts, or another path, ran on other kernels.",
+    "The profile is of another launch, release or GPU than the report, or SGLang decided otherwise "
+    "at run time: one of the two does not describe this server.",
+    "Run `dsv4doctor check` with the profiled server's own launch and release.",
+)
+KINDS = (_GLUE, _FP32, _OTHER)
 
 
 @dataclass(frozen=True)
@@ -84,7 +126,7 @@ def _triton_paths(paths: Sequence[Any]) -> Iterator[tuple[str, str]]:
 
 
 def judge(profile: Profile, expected: Expected | None = None) -> tuple[Finding, ...]:
-    """Findings PRF101 to PRF103, worst first as they stand here."""
+    """The findings, worst first as `KINDS` stand."""
     found = [*_glue(profile), *_fp32(profile)]
     if expected is not None:
         found += [*_other_kernel(profile, expected), *_other_path(profile, expected)]
@@ -100,18 +142,14 @@ def _glue(profile: Profile) -> Iterator[Finding]:
     if not busy or glue / busy <= GLUE_LIMIT:
         return
     yield Finding(
-        rule="PRF101",
-        severity=Severity.WARNING,
+        rule=_GLUE.id,
+        severity=_GLUE.severity,
         subject="glue",
         message=f"{glue / busy:.0%} of the busy GPU time is glue: copies, casts, elementwise "
         "operations and reductions.",
-        consequence="The GPU moves data between kernels instead of computing; a fused kernel for "
-        "the operation around it gives that time back.",
+        consequence=_GLUE.consequence,
         evidence=_largest(profile, [one for one in profile.kernels if one.category == "glue"]),
-        remedy=Remedy(
-            "Look at what launches the largest of them: plain torch operations stand in where a "
-            "kernel is missing for this GPU. `dsv4doctor check` names such paths."
-        ),
+        remedy=Remedy(_GLUE.remedy),
     )
 
 
@@ -122,18 +160,13 @@ def _fp32(profile: Profile) -> Iterator[Finding]:
         return
     is_much = time / busy >= _FP32_WARNING
     yield Finding(
-        rule="PRF102",
-        severity=Severity.WARNING if is_much else Severity.INFO,
+        rule=_FP32.id,
+        severity=_FP32.severity if is_much else Severity.INFO,
         subject="FP32 matrix multiplications",
         message=f"{time / busy:.1%} of the busy GPU time is matrix multiplication in FP32 or TF32.",
-        consequence="The weights of this model family are BF16, FP8 or FP4: in FP32 a "
-        "multiplication runs outside the fast tensor cores, many times slower. Some small ones "
-        "(router, hyper-connections) are FP32 on purpose.",
+        consequence=_FP32.consequence,
         evidence=_largest(profile, kernels),
-        remedy=Remedy(
-            "Find the caller by the shape: profile with record_shapes, or look for .float() in "
-            "front of a matmul in SGLang's fallback code."
-        ),
+        remedy=Remedy(_FP32.remedy),
     )
 
 
@@ -157,17 +190,17 @@ def _other_kernel(profile: Profile, expected: Expected) -> Iterator[Finding]:
     predicted = ", ".join(sorted(expected.families))
     kernels = [one for one in profile.kernels if one.family in (others or by_family)]
     yield Finding(
-        rule="PRF103",
-        severity=Severity.WARNING,
+        rule=_OTHER.id,
+        severity=_OTHER.severity,
         subject="routed experts",
         message=f"The routed experts ran on {ran}, and {expected.source} predicts {predicted}"
         + (f" ({', '.join(missing)} did not run)." if missing else "."),
-        consequence=_ANOTHER_LAUNCH,
+        consequence=_OTHER.consequence,
         evidence=(
             *(f"predicted: {symbol}" for symbol in expected.symbols),
             *_largest(profile, kernels),
         ),
-        remedy=Remedy(_SAME_LAUNCH),
+        remedy=Remedy(_OTHER.remedy),
     )
 
 
@@ -181,14 +214,14 @@ def _other_path(profile: Profile, expected: Expected) -> Iterator[Finding]:
         category = _PATH_CATEGORIES.get(path.partition("-")[0])
         kernels = [one for one in profile.kernels if one.category == category]
         yield Finding(
-            rule="PRF103",
-            severity=Severity.WARNING,
+            rule=_OTHER.id,
+            severity=_OTHER.severity,
             subject=path,
             message=f"{expected.source} predicts the Triton kernel {function} for {path}, and it "
             "did not run.",
-            consequence=_ANOTHER_LAUNCH,
+            consequence=_OTHER.consequence,
             evidence=(f"predicted: {function}", *_largest(profile, kernels)),
-            remedy=Remedy(_SAME_LAUNCH),
+            remedy=Remedy(_OTHER.remedy),
         )
 
 
