@@ -13,13 +13,13 @@ from dsv4doctor import baseline as baselines
 from dsv4doctor import config as configs
 from dsv4doctor import gate
 from dsv4doctor import target as launches
+from dsv4doctor.asked import Options
 from dsv4doctor.audit import Settings, audit
 from dsv4doctor.config import Config, TargetConfig
 from dsv4doctor.errors import DoctorError, UsageError
 from dsv4doctor.models import Failure, Report, RouterLaunch, Run, Severity
 from dsv4doctor.outputs import Input, Output, read_by, refuse_inputs
 from dsv4doctor.pair import is_pair, paired, sort_scripts
-from dsv4doctor.target import Options
 from dsv4doctor.terminal import Progress, check_writable, deliver
 
 _NAMES_A_LAUNCH = ("model", "launch", "flags", "snapshot")

@@ -48,8 +48,8 @@ from dsv4doctor.terminal import (
 from dsv4doctor.trace_cli import trace_command
 
 if TYPE_CHECKING:
+    from dsv4doctor.asked import Options
     from dsv4doctor.models import Report, Run
-    from dsv4doctor.target import Options
 
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
@@ -172,7 +172,7 @@ cli.add_command(diff_command)
 def _options(ctx: click.Context, options: dict[str, Any]) -> Options:
     from pathlib import Path
 
-    from dsv4doctor.target import Options
+    from dsv4doctor.asked import Options
 
     launch, saved = options["launch"], options.get("snapshot")
     return Options(

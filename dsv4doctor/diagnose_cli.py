@@ -66,9 +66,9 @@ def diagnose_command(ctx: click.Context, /, log: str, **options: Any) -> None:
     """  # fmt: skip
     if ctx.obj is not None:
         ctx.obj.update(debug=options["debug"], format=options["style"], output=options["output"])
+    from dsv4doctor.asked import Options
     from dsv4doctor.diagnose.render import summary
     from dsv4doctor.diagnose.run import diagnose
-    from dsv4doctor.target import Options
 
     check_writable(options["output"])
     read = Options(model=options["model"], python=options["python"])

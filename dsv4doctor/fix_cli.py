@@ -16,11 +16,11 @@ from dsv4doctor.terminal import Progress, check_writable, deliver, say, wants_co
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dsv4doctor.asked import Options
     from dsv4doctor.fixes.fix import Fix
     from dsv4doctor.models import SglangTree
     from dsv4doctor.patching.journal import Store
     from dsv4doctor.patching.view import Asked, Outcome
-    from dsv4doctor.target import Options
 
 _KERNELS = ("auto", "triton", "cutlass", "marlin")
 _MODES = ("diff", "apply", "status", "revert", "check", "recover")

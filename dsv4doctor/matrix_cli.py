@@ -160,7 +160,7 @@ def matrix_command(ctx: click.Context, /, models: tuple[str, ...], **options: An
 def _read(models: Sequence[str], options: dict[str, Any]) -> list[Input]:
     from pathlib import Path
 
-    from dsv4doctor.target import Options
+    from dsv4doctor.asked import Options
 
     launch, snapshot = options["launch"], options["snapshot"]
     named = Options(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from dsv4doctor.asked import Options, env_pairs
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.facts.checkpoint import read_checkpoint, resolve_model
 from dsv4doctor.facts.gpu import read_gpus
@@ -20,7 +21,7 @@ from dsv4doctor.flags import MODEL_FLAGS
 from dsv4doctor.matrix import FlagSet, flag_sets_to_try
 from dsv4doctor.matrix_run import Model, Plan, Release, cores
 from dsv4doctor.models import ARCHS, Arch, SglangTree
-from dsv4doctor.target import Options, Target, env_pairs, resolve, resolve_tree, traceable
+from dsv4doctor.target import Target, resolve, resolve_tree, traceable
 from dsv4doctor.wheels import default_cache
 
 Download = Callable[[int, "int | None"], None]

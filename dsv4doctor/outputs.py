@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from dsv4doctor.errors import UsageError
 
 if TYPE_CHECKING:
-    from dsv4doctor.target import Options
+    from dsv4doctor.asked import Options
 
 Output: TypeAlias = "tuple[str, str | Path | None]"
 """(flag, path); None: standard output."""

@@ -184,13 +184,14 @@ def _run(ctx: click.Context, options: dict[str, Any], pair: bool) -> None:
     from dataclasses import replace
     from pathlib import Path
 
+    from dsv4doctor.asked import Options
     from dsv4doctor.errors import UsageError
     from dsv4doctor.planning import build, files, prove, render
     from dsv4doctor.planning.containers import check_image
     from dsv4doctor.planning.explain import explained
     from dsv4doctor.planning.ports import listening
     from dsv4doctor.planning.topology import parse_gpus
-    from dsv4doctor.target import Options, resolve
+    from dsv4doctor.target import resolve
 
     if not options["out"]:
         raise UsageError("--out: no folder", "leave it out for dsv4-plan")

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
-
-from dsv4doctor import jsonio
+from dsv4doctor.asked import Options, env_pairs
+from dsv4doctor.asked_launch import (
+    launch_of,
+    materialised,
+    model_path_of,
+    no_model,
+    refuse_unknown,
+    saved_checkpoint,
+)
+from dsv4doctor.asked_sglang import (
+    Download,
+    interpreter_of,
+    named_tree,
+    required,
+    sglang_of,
+)
 from dsv4doctor.errors import UsageError
 from dsv4doctor.evidence.stamped import verified_for
-from dsv4doctor.facts.checkpoint import materialise, read_checkpoint, resolve_model
-from dsv4doctor.facts.files import shown
+from dsv4doctor.facts.checkpoint import read_checkpoint
 from dsv4doctor.facts.gpu import read_gpus
 from dsv4doctor.facts.host import read_host
 from dsv4doctor.facts.measure import measure
 from dsv4doctor.facts.snapshot import read_snapshot, take, usable_environment
-from dsv4doctor.facts.stack import against, read_stack
-from dsv4doctor.facts.tree import mixed, read_tree
-from dsv4doctor.flags import MODEL_FLAGS, flag_value
-from dsv4doctor.launch import from_arguments, read_script
+from dsv4doctor.facts.stack import read_stack
+from dsv4doctor.facts.tree import mixed
 from dsv4doctor.launch_limits import check_limits
 from dsv4doctor.models import (
     ARCHS,
@@ -40,36 +45,8 @@ from dsv4doctor.models import (
     Said,
     SglangTree,
     Snapshot,
-    Stack,
 )
-from dsv4doctor.server_config import flags_of
-from dsv4doctor.wheels import default_cache, fetch_tree
-
-_LINE = re.compile("[0-9]{1,9}")
-
-Download = Callable[[int, "int | None"], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user said, as said."""
-
-    model: str | None = None
-    flags: tuple[str, ...] = ()
-    """SGLang's, after `--`."""
-    launch: Path | None = None
-    """A script, or `script:LINE` where it holds several SGLang commands."""
-    snapshot: Path | None = None
-    sglang: str | None = None
-    """A folder or a version."""
-    python: str | None = None
-    arch: str = "auto"
-    env: tuple[str, ...] = ()
-    """KEY=VALUE each."""
-    level: str = "quick"
-    """"full": also measure on this machine's GPUs."""
-    takes_launch: bool = True
-    """The command has --launch."""
+from dsv4doctor.wheels import default_cache
 
 
 @dataclass(frozen=True)
@@ -110,27 +87,27 @@ def resolve(options: Options, download: Download | None = None) -> Target:
     notes: list[str] = []
     saved = read_snapshot(options.snapshot) if options.snapshot else None
     environment = usable_environment(saved.environment) if saved else dict(os.environ)
-    launch = _launch(options, saved, environment)
-    _refuse_unknown(launch)
+    launch = launch_of(options, saved, environment)
+    refuse_unknown(launch)
     check_limits(launch)
     notes += launch.notes
     # What is cheap and most often missing is asked for first.
-    kept = _saved_checkpoint(options, saved, launch)
+    kept = saved_checkpoint(options, saved, launch)
     if kept is None and launch.model is None:
-        raise _no_model(options, launch)
+        raise no_model(options, launch)
     gpus = saved.gpu if saved else read_gpus()
     variables = {**environment, **launch.environment}
     seen = _seen_by_server(launch, variables)
     arch, arch_source, gpu = _arch(options, gpus, saved is not None, seen, notes)
     if kept is None:
-        model_path = _model_path(options, launch, environment, saved)
+        model_path = model_path_of(options, launch, environment, saved)
     else:
-        model_path = _materialised(kept, default_cache())
-    interpreter = _interpreter(options, launch, notes)
+        model_path = materialised(kept, default_cache())
+    interpreter = interpreter_of(options, launch, notes)
     with ThreadPoolExecutor(max_workers=2) as beside:
         # Most of it is waiting: for the target interpreter's answer, or for a download.
         machine = None if saved else beside.submit(read_host, variables, gpus, launch.model)
-        tree_and_stack = beside.submit(_tree, options, saved, interpreter, variables, download)
+        tree_and_stack = beside.submit(sglang_of, options, saved, interpreter, variables, download)
         checkpoint = kept or read_checkpoint(model_path, default_cache() / "checkpoints")
         tree, stack = tree_and_stack.result()
         host = machine.result() if machine is not None else saved.host if saved else None
@@ -206,13 +183,13 @@ def _tree_alone(
 ) -> tuple[SglangTree, Path, dict[str, str]]:
     """The tree, the interpreter around it and the variables that it is run with."""
     environment = dict(os.environ)
-    launch = _launch(options, None, environment) if options.launch is not None else None
-    interpreter = _interpreter(options, launch, [])
+    launch = launch_of(options, None, environment) if options.launch is not None else None
+    interpreter = interpreter_of(options, launch, [])
     variables = {**environment, **(launch.environment if launch else {}), **env_pairs(options.env)}
     if options.sglang is not None:
-        return _named_tree(options.sglang, interpreter, download), interpreter, variables
+        return named_tree(options.sglang, interpreter, download), interpreter, variables
     stack, tree = read_stack(interpreter, variables)
-    return _required(tree, interpreter), Path(stack.interpreter), variables
+    return required(tree, interpreter), Path(stack.interpreter), variables
 
 
 def facts_of_machine(options: Options, download: Download | None = None) -> Snapshot:
@@ -222,15 +199,15 @@ def facts_of_machine(options: Options, download: Download | None = None) -> Snap
     """
     environment = dict(os.environ)
     named = options.launch is not None or options.model is not None or options.flags
-    launch = _launch(options, None, environment) if named else None
+    launch = launch_of(options, None, environment) if named else None
     variables = {**environment, **(launch.environment if launch else {}), **env_pairs(options.env)}
     checkpoint = None
     if launch is not None and launch.model is not None:
-        path = _model_path(options, launch, environment)
+        path = model_path_of(options, launch, environment)
         checkpoint = read_checkpoint(path, default_cache() / "checkpoints")
-    interpreter = _interpreter(options, launch, [])
+    interpreter = interpreter_of(options, launch, [])
     if options.sglang is not None:
-        tree: SglangTree | None = _named_tree(options.sglang, interpreter, download)
+        tree: SglangTree | None = named_tree(options.sglang, interpreter, download)
         stack, _ = read_stack(interpreter, variables, against=tree)
     else:
         stack, tree = read_stack(interpreter, variables)
@@ -244,173 +221,6 @@ def facts_of_machine(options: Options, download: Download | None = None) -> Snap
         environment=environment,
         host=read_host(variables, gpus, launch.model if launch else None),
     )
-
-
-# ------------------------------------------------------------------------------ launch, model
-
-
-def _launch(options: Options, saved: Snapshot | None, environment: Mapping[str, str]) -> Launch:
-    given = env_pairs(options.env)
-    if options.launch is not None and options.flags:
-        raise UsageError(
-            "--launch and SGLang flags after `--` are both given", "give one of the two"
-        )
-    if options.launch is not None:
-        path, line = _script(options.launch)
-        launch = read_script(path, {**environment, **given}, line, given)
-    elif saved is not None and saved.launch is not None and not options.flags:
-        launch = replace(saved.launch, environment=usable_environment(saved.launch.environment))
-    else:
-        launch = from_arguments(options.model, options.flags, {})
-    launch = _with_configuration(launch)
-    if options.model is not None:
-        launch = replace(launch, model=options.model)
-    elif launch.model is None and _unknown_model(launch) is None:
-        launch = _with_configured_model(launch)
-    environment = {**launch.environment, **given}
-    return replace(launch, environment=environment, given=tuple(given))
-
-
-def _unknown_model(launch: Launch) -> str | None:
-    """What is not known of the model that the script names; None: it names none, or it is known."""
-    said = (note.partition(": ")[2] for note in launch.notes if note.startswith("line "))
-    return next((text for text in said if text.startswith("cannot know the model")), None)
-
-
-def _with_configuration(launch: Launch) -> Launch:
-    """`launch` with what its --config file says; what of it cannot be read is SGLang's to say."""
-    named = flag_value(launch.flags, "--config")
-    if named is None or not os.path.isfile(named):
-        return launch
-    check_limits(launch)
-    return replace(launch, configured=flags_of(Path(named)))
-
-
-def _with_configured_model(launch: Launch) -> Launch:
-    """`launch` with the model of its --config file; a flag would count more."""
-    model = next((m for name in MODEL_FLAGS if (m := flag_value(launch.configured, name))), None)
-    if model is None:
-        return launch
-    note = f"the model is what --config {flag_value(launch.flags, '--config')} names"
-    return replace(launch, model=model, notes=(*launch.notes, note))
-
-
-def _refuse_unknown(launch: Launch) -> None:
-    """UsageError for a launch of which not every argument is known: a guess helps nobody."""
-    if launch.unknown:
-        more = f", and {len(launch.unknown) - 1} more" if len(launch.unknown) > 1 else ""
-        at = f":{launch.line}" if launch.line else ""
-        raise UsageError(
-            f"{launch.source}{at}: {launch.unknown[0]}{more}",
-            "write the value into the script, give a variable of it with --env NAME=VALUE, or "
-            "give SGLang's flags after `--`",
-        )
-
-
-def _script(named: Path) -> tuple[Path, int | None]:
-    text, colon, number = str(named).rpartition(":")
-    if colon and _LINE.fullmatch(number) and not os.path.exists(named):
-        return Path(text), int(number)
-    return named, None
-
-
-def env_pairs(texts: Sequence[str]) -> dict[str, str]:
-    """What each --env, a KEY=VALUE, says; UsageError for one that is none."""
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier() or "\0" in value:
-            said = re.split(r"[=\s]", text, maxsplit=1)[0]  # the rest may be a secret
-            raise UsageError(f"--env {said}...: not KEY=VALUE", "write it like --env SGLANG_X=1")
-        found[name] = value
-    return found
-
-
-def _model_path(
-    options: Options,
-    launch: Launch,
-    environment: Mapping[str, str],
-    saved: Snapshot | None = None,
-) -> Path:
-    """The folder of the launch's model on this machine."""
-    if launch.model is None:
-        raise _no_model(options, launch)
-    try:
-        return resolve_model(
-            launch.model,
-            {**environment, **launch.environment},
-            flag_value(launch.all_flags, "--revision"),
-        )
-    except UsageError as error:
-        if saved is None or saved.checkpoint is None or options.model is not None:
-            raise
-        raise UsageError(
-            f"{launch.source}: {error.message}, and {options.snapshot} is of another model, "
-            f"{saved.checkpoint.name}",
-            "take the snapshot with this launch: dsv4doctor snapshot --launch FILE -o FILE",
-        ) from error
-
-
-def _no_model(options: Options, launch: Launch) -> UsageError:
-    config = flag_value(launch.flags, "--config")
-    if options.launch is not None or config is not None:
-        unknown = _unknown_model(launch)
-        if unknown is not None:
-            return UsageError(
-                f"{launch.source}:{launch.line}: {unknown}",
-                "give it as MODEL, or a variable of it with --env NAME=VALUE",
-            )
-        beside = f", nor does --config {config}" if config is not None else ""
-        return UsageError(
-            f"{launch.source}: names no model{beside}",
-            "give it as MODEL: a checkpoint folder or a Hugging Face id",
-        )
-    model = "give a checkpoint folder or a Hugging Face id as MODEL"
-    if not options.takes_launch:
-        where = f"{options.snapshot}: has no model, and " if options.snapshot is not None else ""
-        return UsageError(f"{where}no MODEL given", model)
-    script = "the script that starts the server (--launch serve.sh)"
-    return UsageError("no MODEL and no --launch given", f"{model}, or {script}")
-
-
-def _saved_checkpoint(
-    options: Options, saved: Snapshot | None, launch: Launch
-) -> Checkpoint | None:
-    """The snapshot's, unless the command line or a script names another model."""
-    if saved is None or saved.checkpoint is None or options.model is not None:
-        return None
-    kept, own = saved.checkpoint, saved.launch.model if saved.launch else None
-    if launch.model is None or launch.model == own:
-        return kept
-    # Elsewhere the same checkpoint may lie in another folder, or go by its id.
-    names = {PurePosixPath(name).name for name in (own, kept.path, kept.name) if name}
-    return kept if PurePosixPath(launch.model).name in names else None
-
-
-def _materialised(checkpoint: Checkpoint, cache: Path) -> Path:
-    """A snapshot's checkpoint as header-only files in our cache, by its content.
-
-    By what the snapshot says now: its own key is of the files that it was taken from.
-    """
-    content = json.dumps(jsonio.to_plain(checkpoint), sort_keys=True).encode()
-    target = cache / "snapshots" / hashlib.sha256(content).hexdigest()[:32]
-    if os.path.isdir(target):
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as scratch:
-            folder = materialise(checkpoint, Path(scratch) / "checkpoint")
-            try:
-                os.rename(folder, target)
-            except OSError:
-                if not os.path.isdir(target):  # else another process was first
-                    raise
-    except OSError as error:
-        raise UsageError(
-            f"{target}: cannot be written ({error.strerror})",
-            "set DSV4DOCTOR_CACHE to a folder that can",
-        ) from error
-    return target
 
 
 # ------------------------------------------------------------------------------ GPU
@@ -464,73 +274,3 @@ def _used_gpu(gpus: GpuFacts, variables: Mapping[str, str]) -> Gpu | None:
     visible = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     chosen = [gpu for gpu in gpus.gpus if str(gpu.index) == visible]
     return next(iter(chosen or gpus.gpus), None)
-
-
-# ------------------------------------------------------------------------------ SGLang
-
-
-def _interpreter(options: Options, launch: Launch | None, notes: list[str]) -> Path:
-    if options.python is not None:
-        return Path(os.path.expanduser(options.python))
-    is_saved = options.snapshot is not None and options.launch is None
-    # A file from elsewhere does not say what is run here.
-    if launch is not None and launch.interpreter is not None and not is_saved:
-        named = Path(os.path.expanduser(launch.interpreter))
-        if os.path.isfile(named):
-            return named
-        notes.append(f"{named}, the Python of {launch.source}, is not on this machine")
-    return Path(sys.executable)
-
-
-def _tree(
-    options: Options,
-    saved: Snapshot | None,
-    interpreter: Path,
-    variables: Mapping[str, str],
-    download: Download | None,
-) -> tuple[SglangTree, Stack]:
-    """The tree to trace, and the packages around it against what it pins."""
-    named = options.sglang
-    if named is None and saved is not None and saved.sglang is not None:
-        named = _same_tree(saved.sglang) or saved.sglang.version
-    if named is not None:
-        tree = _named_tree(named, interpreter, download)
-        stack, _ = read_stack(interpreter, variables, against=tree)
-        if saved is not None and saved.stack is not None:
-            same = saved.sglang is not None and saved.sglang.version == tree.version
-            stack = saved.stack if same else against(saved.stack, tree)
-        return tree, stack
-    stack, installed = read_stack(interpreter, variables)
-    return _required(installed, interpreter), stack
-
-
-def _required(installed: SglangTree | None, interpreter: Path) -> SglangTree:
-    if installed is None:
-        raise UsageError(
-            f"{interpreter}: no SGLang in this interpreter",
-            "give the serving environment's with --python, or a release with --sglang 0.5.23",
-        )
-    return installed
-
-
-def _same_tree(saved: SglangTree) -> str | None:
-    """A snapshot's SGLang where it is a release in our own cache.
-
-    No other folder that the file names: what lies there would be imported.
-    """
-    root = Path(saved.root)
-    return saved.root if root.is_relative_to(default_cache() / "sglang") and root.is_dir() else None
-
-
-def _named_tree(named: str, interpreter: Path, download: Download | None) -> SglangTree:
-    path = Path(os.path.expanduser(named))
-    if os.sep not in named and not os.path.exists(path):
-        try:
-            Version(named)
-        except InvalidVersion as error:
-            raise UsageError(
-                f"--sglang {shown(named)}: neither a folder nor a version",
-                "write it like --sglang 0.5.23, or give a folder",
-            ) from error
-        return fetch_tree(named, default_cache(), download, sys.executable)
-    return read_tree(path)

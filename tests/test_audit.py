@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor import audit
+from dsv4doctor.asked import Options
 from dsv4doctor.audit import Settings
 from dsv4doctor.models import (
     Kernel,
@@ -22,7 +23,7 @@ from dsv4doctor.models import (
 )
 from dsv4doctor.rules import RULES
 from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM, facts
-from dsv4doctor.target import Options, resolve
+from dsv4doctor.target import resolve
 
 _EAGLE = (
     *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),

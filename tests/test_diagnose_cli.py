@@ -15,11 +15,12 @@ import jsonschema
 import pytest
 from log_writer import ARGUMENTS_0514, healthy
 
+from dsv4doctor.asked import Options
 from dsv4doctor.cli import run
 from dsv4doctor.diagnose.signature import signatures
 from dsv4doctor.errors import UsageError
 from dsv4doctor.models import SglangTree
-from dsv4doctor.target import Options, Target
+from dsv4doctor.target import Target
 
 _ROOT = Path(__file__).parent.parent
 _CRASH = """[2026-11-29 14:10:00 TP0 EP0] Shuffling FP4 expert weights for TRT-LLM MxFP4 kernel (layer: model.decoder.mlp.experts)...

@@ -158,7 +158,7 @@ def test_a_tree_that_is_served_here_says_what_was_verified(
     monkeypatch.setattr(target, "read_stack", lambda *_: (HERE.stack, installed))
     monkeypatch.setattr(target, "read_gpus", lambda: HERE.gpu)
     state = tmp_path / "state"  # where the stamps are
-    monkeypatch.setattr(target, "_named_tree", lambda *_: tree)
+    monkeypatch.setattr(target, "named_tree", lambda *_: tree)
 
     def said(*arguments: str) -> str:
         run(["fix", *arguments])

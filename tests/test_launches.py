@@ -10,13 +10,13 @@ import pytest
 from reporting import report
 
 from dsv4doctor import checking
+from dsv4doctor.asked import Options
 from dsv4doctor.audit import Settings
 from dsv4doctor.cli import check
 from dsv4doctor.errors import UsageError
 from dsv4doctor.launch import read_script
 from dsv4doctor.models import Report, Run
 from dsv4doctor.rules.samples import scene
-from dsv4doctor.target import Options
 
 _SERVER = "exec numactl --cpunodebind={node} python -m sglang.launch_server --model-path /m --tp 2"
 _RESOLVED = {"page_size": 256, "kv_cache_dtype": "fp8_e4m3", "tp_size": 2}

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor import gate
+from dsv4doctor.asked import Options
 from dsv4doctor.audit import Settings, audit, exit_code
 from dsv4doctor.errors import UndeterminedError
 from dsv4doctor.models import Kernel, Layer, Report, Role, Severity, SglangTree, Trace, Verdict
 from dsv4doctor.path_alternatives import path_candidates, path_outcome
 from dsv4doctor.rules import hot_path_fails
-from dsv4doctor.target import Options, resolve
+from dsv4doctor.target import resolve
 
 SWITCH = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
 BACKEND = "SGLANG_SM120_FLASHMLA_BACKEND"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4doctor import fix_cli, target
+from dsv4doctor.asked import Options
 from dsv4doctor.commands import doctor_command
 from dsv4doctor.errors import UsageError
 from dsv4doctor.facts.snapshot import redacted_launch, text_of
@@ -18,7 +19,7 @@ from dsv4doctor.models import ARCHS, Arch, Gpu, GpuFacts, Package, Role, Said, S
 from dsv4doctor.rules import samples
 from dsv4doctor.rules.common import backend_flags
 from dsv4doctor.server_config import flags_of
-from dsv4doctor.target import Options, Target, resolve
+from dsv4doctor.target import Target, resolve
 
 _PRO = Gpu(0, "RTX PRO 6000", ARCHS["sm_120"], 96 << 30)
 _B200 = Gpu(1, "B200", ARCHS["sm_100"], 180 << 30)
@@ -311,7 +312,7 @@ def test_another_release_at_the_snapshots_path_is_not_taken(
         asked.append(version)
         return SglangTree(str(tree), version, "wheel")
 
-    monkeypatch.setattr(target, "fetch_tree", fetch)
+    monkeypatch.setattr("dsv4doctor.asked_sglang.fetch_tree", fetch)
     assert look((_PRO,), snapshot=file, model=None, sglang=None).tree.version == "0.5.14"
     assert asked == ["0.5.14"]
 

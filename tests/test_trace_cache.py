@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from tracing import BOTH_TRITON, EAGLE, changed_tree, request
 
+from dsv4doctor.asked import Options
 from dsv4doctor.audit import Settings, request_of
 from dsv4doctor.errors import UndeterminedError, UsageError
 from dsv4doctor.models import Arch, SglangTree, Trace
-from dsv4doctor.target import Options, resolve
+from dsv4doctor.target import resolve
 from dsv4doctor.trace import cache, process, session
 from dsv4doctor.trace.session import trace_launch, trace_launches
 

@@ -43,8 +43,9 @@ def check_launch(
 
     Raises UsageError when the log names no launch or its model is not on this machine.
     """
+    from dsv4doctor.asked import Options
     from dsv4doctor.audit import Settings, audit
-    from dsv4doctor.target import Options, resolve
+    from dsv4doctor.target import resolve
 
     found = diagnosis.launch
     if found is None:
