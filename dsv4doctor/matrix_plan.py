@@ -114,6 +114,7 @@ def _of_launch(asked: Asked, download: Download | None) -> Plan:
         stack=target.snapshot.stack,
         environment=target.environment,
         given=launch.environment,
+        wrappers=launch.wrappers,
         gpu=target.gpu,
         gpu_count=target.gpu_count,
         jobs=asked.jobs or cores(),

@@ -60,6 +60,8 @@ class Plan:
     """The machine's variables."""
     given: dict[str, str] = field(default_factory=dict)
     """The launch's own."""
+    wrappers: tuple[str, ...] = ()
+    """What stands in front of the launch, where one was read."""
     gpu: Gpu | None = None
     """The GPU to simulate where it has the cell's architecture; else a typical one."""
     gpu_count: int | None = None
@@ -311,7 +313,8 @@ class _Work:
 
 
 def _launch(plan: Plan, model: Model, flag_set: FlagSet) -> Launch:
-    return Launch("command line", None, plan.given, str(model.path), flag_set.flags)
+    launch = Launch("command line", None, plan.given, str(model.path), flag_set.flags)
+    return replace(launch, wrappers=plan.wrappers)
 
 
 def _failed(key: Key, problem: DoctorError) -> Cell:

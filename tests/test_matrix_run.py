@@ -484,7 +484,7 @@ def test_a_snapshot_gives_the_gpu_the_packages_and_the_launch(
         sglang=SglangTree("/elsewhere", "9.9.9", "installed"),
         stack=Stack("python", "3.12", (), evidence),
         checkpoint=read_checkpoint(model),
-        launch=Launch("serve.sh", 3, {}, "org/model", ("--tp", "8")),
+        launch=Launch("serve.sh", 3, {}, "org/model", ("--tp", "8"), wrappers=("docker",)),
         environment={},
     )
     box = tmp_path / "box.json"
@@ -497,3 +497,4 @@ def test_a_snapshot_gives_the_gpu_the_packages_and_the_launch(
     assert made.models[0].given == "org/model"
     assert made.flag_sets[0] == FlagSet("as given", ("--tp", "8"))
     assert len(made.flag_sets) > 3
+    assert matrix_run._launch(made, made.models[0], made.flag_sets[1]).in_container
