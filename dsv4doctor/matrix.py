@@ -178,7 +178,7 @@ def _stopped(trace: Trace, role: Role) -> Part | None:
     for error in trace.errors:
         if error.phase.startswith((*phases, *before)):
             return Part(Verdict.FAILS, raised(error))
-    stops = (text for text in trace.unresolved if not some or text.startswith(role.value))
+    stops = (text for text in trace.unresolved if not some or text.startswith(phases))
     reason = next(stops, None)
     return Part(Verdict.UNKNOWN, f"the trace stopped short: {reason}") if reason else None
 

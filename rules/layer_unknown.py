@@ -26,12 +26,17 @@ def check(facts: Facts) -> Iterator[Finding]:
     assert facts.trace is not None
     for problem in facts.trace.unresolved:
         phase, _, reason = problem.partition(": ")
+        went_on = phase == "arguments" and facts.trace.layers
         yield Finding(
             rule=RULE.id,
             severity=Severity.INFO,
             subject=phase,
-            message=f"The trace stopped short: {reason}.",
-            consequence="What comes after this point was not looked at.",
+            message=f"{'Not determined' if went_on else 'The trace stopped short'}: {reason}.",
+            consequence=(
+                "SGLang may refuse this launch before it loads anything."
+                if went_on
+                else "What comes after this point was not looked at."
+            ),
             evidence=(),
             remedy=_STOPPED,
         )
@@ -78,6 +83,11 @@ EXAMPLES = (
         "a trace that stopped outside SGLang",
         facts("sm_120", [], unresolved=("draft: KeyError: 'x'",)),
         expect=("draft",),
+    ),
+    Example(
+        "arguments of which SGLang's own check is not known",
+        facts("sm_120", [*MAIN_CUTLASS], unresolved=("arguments: it calls pydantic.BaseModel",)),
+        expect=("arguments",),
     ),
     Example("a known kernel", facts("sm_120", [*MAIN_CUTLASS])),
 )

@@ -150,6 +150,10 @@ def test_a_launch_that_stops_before_its_layers() -> None:
     )
     assert (short.verdict, short.main.reason) == (_U, "the trace stopped short: main: KeyError")
     assert not short.is_determined
+    doubted = replace(trace, unresolved=("arguments: a check calls a stand-in",))
+    unsure = cell(_KEY, doubted, {}, grounds=_PINNED, has_clamp=True)
+    assert unsure.main.verdict is _U
+    assert not unsure.is_determined
     empty = cell(_KEY, bare, {}, grounds=None, has_clamp=True)
     assert (empty.verdict, empty.works) == (_U, False)
     # The main model is there; only the draft's building fails.

@@ -69,10 +69,13 @@ def trace_from(
         },
         layers=tuple(reader.layer(layer, stored) for layer in result["layers"]),
         errors=tuple(reader.error(error) for error in errors),
-        unresolved=tuple(
-            f"{error['phase']}: {artefact(error)}"
-            for error in result["errors"]
-            if not error["by_sglang"]
+        unresolved=(
+            *result.get("undetermined", ()),
+            *(
+                f"{error['phase']}: {artefact(error)}"
+                for error in result["errors"]
+                if not error["by_sglang"]
+            ),
         ),
         steps=tuple(reader.step(step) for step in result["steps"]),
         leniencies=tuple(result["leniencies"]),

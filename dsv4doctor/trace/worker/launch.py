@@ -1,6 +1,8 @@
 """One launch: resolve the arguments, build main and draft, run each kind of layer once."""
 
+import ast
 import contextlib
+import linecache
 import os
 import time
 
@@ -8,6 +10,7 @@ from . import clamp, elsewhere, forward, lean, serving
 from .argument_watch import ArgumentWatch, environment_watch
 from .layer_watch import LayerWatch
 from .path_watch import PathWatch
+from .recorder import RECORDER
 from .tensors import Redirect
 
 
@@ -37,6 +40,7 @@ class _Launch:
             "layers": [],
             "paths": [],
             "errors": [],
+            "undetermined": [],
             "steps": [],
             "leniencies": [],
             "usage_error": None,
@@ -91,24 +95,55 @@ class _Launch:
         with Redirect("cpu"):
             try:
                 with machine as stood_in, watch, _captured() as said:
-                    server_args, view = serving.parse_arguments(self.job["arguments"])
+                    server_args = serving.parse_arguments(self.job["arguments"])
+                    refusal = self._refusal(server_args)
             except SystemExit:
                 self.result["usage_error"] = said.getvalue()
                 return False
             finally:
                 self.result["leniencies"] += stood_in.leniencies() if stood_in else []
-            self.server_args, self.view = server_args, view
+            self.server_args, self.view = server_args, serving.resolved(server_args)
             self.result["arg_changes"] = watch.finish(server_args)
             self.result["resolved_args"] = {
-                name: plain(getattr(view, name)) for name in serving.FIELDS if hasattr(view, name)
+                name: plain(getattr(self.view, name))
+                for name in serving.FIELDS
+                if hasattr(self.view, name)
             }
+            if refusal is not None:
+                raise Stopped("arguments", refusal)
             if self.job.get("with_paths"):
                 from .calls import reread_constants
 
                 reread_constants(self.written)
             serving.publish(server_args)
-            serving.form_groups(view)
+            serving.form_groups(self.view)
         return True
+
+    def _refusal(self, server_args):
+        """The exception with which SGLang's own check refuses the arguments; None: it does not.
+
+        What the check asks of a stand-in is made up, so then it says nothing either way.
+        """
+        check, refusal = serving.argument_check(server_args), None
+        if check is None:
+            self.result["leniencies"].append(_NO_CHECK)
+            return None
+        RECORDER.start()
+        try:
+            check()
+        except Exception as error:
+            refusal = error
+        calls = RECORDER.stop()
+        if calls:
+            self.result["undetermined"].append(_made_up(calls[0]))
+            return None
+        if refusal is None:
+            return None
+        error = describe_error("arguments", refusal)
+        if error["by_sglang"]:
+            return refusal
+        self.result["errors"].append(error)
+        return None
 
     def _model(self, role):
         draft = role == "draft"
@@ -198,6 +233,22 @@ class LayerReader:
         return {**read, **self.outcomes[key]}
 
 
+_NO_CHECK = (
+    "this SGLang has no check_server_args: what its server refuses before it loads anything was "
+    "not asked"
+)
+
+
+def _made_up(call):
+    """Why a check that made this call decides nothing."""
+    at = call["at"]
+    where = f" in {os.path.basename(at['file'])}:{at['line']}" if at else ""
+    return (
+        "arguments: whether SGLang's own check lets them pass is not known: it calls "
+        f"{call['symbol']}{where}, which a trace stands in for"
+    )
+
+
 def _router(model, name):
     """The module beside a layer's experts that chooses among them."""
     return getattr(model.get_submodule(name.rpartition(".")[0]), "topk", None)
@@ -227,7 +278,7 @@ def _shape(layer):
 def describe_error(phase, error):
     """An exception as data: `by_sglang` is True only when SGLang's own line raised it."""
     where, raised_by_sglang, innermost = forward.sglang_location(error)
-    message = str(error)[:1000]
+    message = (str(error) or _condition(error))[:1000]
     artefact = "StandIn" in message or "stand-in" in message.lower()
     return {
         "phase": phase,
@@ -237,6 +288,24 @@ def describe_error(phase, error):
         "by_sglang": raised_by_sglang and not artefact,
         "innermost": innermost,
     }
+
+
+def _condition(error):
+    """What a failed assert without a message asserts; "" of any other exception."""
+    trace = error.__traceback__
+    if trace is None or not isinstance(error, AssertionError):
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    lines = linecache.getlines(trace.tb_frame.f_code.co_filename)
+    try:
+        nodes = ast.walk(ast.parse("".join(lines)))
+    except SyntaxError:
+        return ""
+    for node in nodes:
+        if isinstance(node, ast.Assert) and node.lineno <= trace.tb_lineno <= node.end_lineno:
+            return "assert " + ast.unparse(node.test)
+    return ""
 
 
 def plain(value):

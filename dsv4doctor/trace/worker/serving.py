@@ -73,13 +73,21 @@ def optional(module, attribute=None):
 
 
 def parse_arguments(arguments):
-    """SGLang's ServerArgs for a command line, resolved, and the view to read results from."""
+    """SGLang's ServerArgs for a command line, resolved; `resolved` tells what came of it."""
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args(arguments)
     if hasattr(server_args, "resolve_once"):
         server_args.resolve_once()
-    return server_args, resolved(server_args)
+    return server_args
+
+
+def argument_check(server_args):
+    """SGLang's own check of them, None where a release has none.
+
+    A server runs it when the arguments are resolved and not published yet; it may change some.
+    """
+    return getattr(server_args, "check_server_args", None)
 
 
 def resolved(server_args):
