@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,22 @@ def test_a_refusal_is_an_error_of_the_launch(
     assert "tp_size must be divisible by number of nodes" in finding["message"]
     assert "resolves its arguments" in finding["consequence"]
     assert finding["locations"][0]["file"] == CHECKED_IN["0.5.14"]
+
+
+def test_the_servers_own_path_names_the_model(
+    sglang_tree: Tree, model: Path, tmp_path: Path
+) -> None:
+    """SGLang takes no colon in a name, which is the path by default: not this machine's path."""
+    folder = tmp_path / "disk:1"
+    folder.symlink_to(model)
+    here = request(sglang_tree("0.5.14"), folder, ())
+    there = replace(here, launch=replace(here.launch, model="/models/flash"))
+    moved = replace(here, model_path=model)
+    refused, fine, also = map(traced, trace_launches([here, there, moved], use_cache=False))
+    assert fine.errors == ()
+    for trace in (refused, also):
+        [error] = trace.errors
+        assert "cannot contain a colon" in error.message
 
 
 def test_an_assertion_without_a_message_says_what_it_asserts(

@@ -73,4 +73,8 @@ class TraceRequest:
         return {**base, **self.launch.environment}
 
     def arguments(self) -> list[str]:
-        return ["--model-path", str(self.model_path), *self.launch.flags]
+        path = str(self.model_path)
+        model = self.launch.model or path
+        # A model is named by its path, and SGLang refuses a colon in a name: the server's counts.
+        named = ["--served-model-name", model] if (":" in model) != (":" in path) else []
+        return ["--model-path", path, *named, *self.launch.flags]
