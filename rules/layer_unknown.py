@@ -17,6 +17,7 @@ from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import MAIN_CUTLASS, facts
 
 _STOPPED = Remedy("Trace it with the Python of the serving environment: --python INTERPRETER.")
+_CHECK = Remedy("Start the server once to know: it checks its arguments before it loads anything.")
 _UNKNOWN = Remedy("Start the server once to know; --strict makes this count as undetermined.")
 _VERIFY = re.compile(r"dsv4doctor kernels verify --only \w+")
 """What a layer's reason says of a kernel of ours."""
@@ -38,7 +39,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                 else "What comes after this point was not looked at."
             ),
             evidence=(),
-            remedy=_STOPPED,
+            remedy=_CHECK if went_on else _STOPPED,
         )
     for layers in fold(facts.trace.layers):
         layer = layers.layer

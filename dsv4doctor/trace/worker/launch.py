@@ -244,8 +244,8 @@ def _made_up(call):
     at = call["at"]
     where = f" in {os.path.basename(at['file'])}:{at['line']}" if at else ""
     return (
-        "arguments: whether SGLang's own check lets them pass is not known: it calls "
-        f"{call['symbol']}{where}, which a trace stands in for"
+        f"arguments: SGLang's own check of them calls {call['symbol']}{where}, which a trace "
+        "stands in for"
     )
 
 
