@@ -35,7 +35,7 @@ from dsv4doctor.rules.rule import FACTS, NotChecked, Rule
 from dsv4doctor.target import Target
 from dsv4doctor.trace.request import TraceRequest
 from dsv4doctor.trace.session import trace_launch, trace_launches
-from dsv4doctor.verdicts import drops_clamp, judge, judge_path, said_of_clamp
+from dsv4doctor.verdicts import after_imports, drops_clamp, judge, judge_path, said_of_clamp
 
 Progress = Callable[[str], None]
 _EXPERTS = ("DSV1", "DSV3")
@@ -93,10 +93,11 @@ def audit(target: Target, settings: Settings, progress: Progress | None = None) 
         features=read_features(Path(target.tree.root)),
         said=target.said,
     )
-    if settings.alternatives and _needs_another(trace):
+    with_others = settings.alternatives and not trace.missing  # no flag brings a package
+    if with_others and _needs_another(trace):
         tried = _alternatives(request, facts, stand_on, settings, progress)
         facts = replace(facts, alternatives=tried)
-    if settings.alternatives and trace.failing_paths:
+    if with_others and trace.failing_paths:
         tried = _path_alternatives(request, facts, stand_on, settings, progress)
         facts = replace(facts, path_alternatives=tried)
     results = run_rules(RULES, facts)
@@ -134,9 +135,12 @@ def request_of(target: Target, settings: Settings) -> TraceRequest:
 def judged(trace: Trace, texts: Mapping[str, str], stand_on: Grounds | None = None) -> Trace:
     """`trace` with every layer's verdict; `texts` as from `call_texts`."""
     layers = tuple(
-        judge(layer, trace.arch, text_at(texts, layer), stand_on) for layer in trace.layers
+        after_imports(judge(layer, trace.arch, text_at(texts, layer), stand_on), trace.missing)
+        for layer in trace.layers
     )
-    paths = tuple(judge_path(path, trace.arch, stand_on) for path in trace.paths)
+    paths = tuple(
+        after_imports(judge_path(path, trace.arch, stand_on), trace.missing) for path in trace.paths
+    )
     return replace(trace, layers=layers, paths=paths)
 
 

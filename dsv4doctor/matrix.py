@@ -17,6 +17,7 @@ from dsv4doctor.folding import fold
 from dsv4doctor.models import Arch, Layer, Role, StoredFormat, Trace, Verdict
 from dsv4doctor.verdicts import (
     NO_CLAMP,
+    after_imports,
     judge,
     judge_path,
     known_kernel,
@@ -160,7 +161,10 @@ def _part(
     ended = _stopped(trace, role)
     if ended is not None:
         return ended
-    layers = [judge(layer, trace.arch, text_at(texts, layer), grounds) for layer in trace.of(role)]
+    layers = [
+        after_imports(judge(layer, trace.arch, text_at(texts, layer), grounds), trace.missing)
+        for layer in trace.of(role)
+    ]
     if not layers:
         return Part(Verdict.UNKNOWN, f"the trace has no routed experts of the {role.value} model")
     parts = [

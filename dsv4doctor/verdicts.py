@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
 from dsv4doctor.errors import cut
 from dsv4doctor.evidence.grounds import Grounds
 from dsv4doctor.evidence.judgement import Judgement, of_kernel, refusal
-from dsv4doctor.models import ARCHS, Arch, HotPath, Layer, SglangError, StoredFormat, Verdict
+from dsv4doctor.models import (
+    ARCHS,
+    Arch,
+    HotPath,
+    Layer,
+    MissingImport,
+    SglangError,
+    StoredFormat,
+    Verdict,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -221,6 +231,8 @@ def judge(layer: Layer, arch: Arch, call_text: str = "", grounds: Grounds | None
     The reason names what it stands on; without `grounds` that is the table alone.
     """
     verdict, reason = _verdict(layer, arch, call_text, grounds)
+    if layer.kernel is not None and layer.reason and verdict is not Verdict.FAILS:
+        return replace(layer, verdict=Verdict.UNKNOWN, reason=f"{layer.reason} ({reason})")
     return replace(layer, verdict=verdict, reason=reason)
 
 
@@ -245,6 +257,19 @@ def judge_path(path: HotPath, arch: Arch, grounds: Grounds | None = None) -> Hot
     read_off = "it was read off, and no kernel of it was traced"
     reason = path.reason or (read_off if path.choice is not None else "no kernel was reached")
     return replace(path, verdict=Verdict.UNKNOWN, reason=reason)
+
+
+Judged = TypeVar("Judged", Layer, HotPath)
+
+
+def after_imports(judged: Judged, missing: Sequence[MissingImport]) -> Judged:
+    """What was judged, of a server that does not start where packages are `missing`."""
+    if not missing or judged.verdict is Verdict.FAILS:
+        return judged
+    symbol = judged.kernel.symbol.removeprefix("torch.ops.") if judged.kernel is not None else ""
+    own = (one for one in missing if re.match(rf"{one.package}[.:]", symbol))
+    error = next(own, missing[0]).error
+    return replace(judged, verdict=Verdict.FAILS, reason=raised(error), error=error)
 
 
 def raised(error: SglangError) -> str:

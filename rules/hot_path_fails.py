@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from dsv4doctor.commands import launch_change, server_command
 from dsv4doctor.models import (
+    IMPORTS,
     Alternative,
     Facts,
     Finding,
@@ -42,6 +43,8 @@ def check(facts: Facts) -> Iterator[Finding]:
         raise NotChecked("the hot paths were not traced", required=False)
     found: dict[tuple[Role, str], list[HotPath]] = {}
     for path in facts.trace.failing_paths:
+        if path.error is not None and path.error.phase == IMPORTS:  # DSV405 says what to install
+            continue
         if not _is_other_sides(facts, path.name):
             found.setdefault((path.role, path.name), []).append(path)
     for paths in found.values():

@@ -12,7 +12,16 @@ from dsv4doctor.commands import launch_change, server_command
 from dsv4doctor.errors import cut
 from dsv4doctor.flags import without, written_out
 from dsv4doctor.folding import fold
-from dsv4doctor.models import Facts, Finding, Layer, Location, Remedy, Severity, SglangError
+from dsv4doctor.models import (
+    IMPORTS,
+    Facts,
+    Finding,
+    Layer,
+    Location,
+    Remedy,
+    Severity,
+    SglangError,
+)
 from dsv4doctor.rules.common import both, described, flag, way_out, with_source
 from dsv4doctor.rules.rule import Example, Rule
 from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM, SOURCES, facts, scene
@@ -29,8 +38,9 @@ def check(facts: Facts) -> Iterator[Finding]:
     for error in facts.trace.errors:
         yield _finding(facts, error.phase, error, None)
     for layers in fold(facts.trace.layers):
-        if layers.layer.error is not None:
-            yield _finding(facts, layers.name, layers.layer.error, layers.layer)
+        own = layers.layer.error
+        if own is not None and own.phase != IMPORTS:  # DSV405 says what to install
+            yield _finding(facts, layers.name, own, layers.layer)
 
 
 def _finding(facts: Facts, subject: str, error: SglangError, layer: Layer | None) -> Finding:

@@ -40,11 +40,13 @@ from dsv4doctor.models.findings import (
     TreeFeatures,
 )
 from dsv4doctor.models.trace import (
+    IMPORTS,
     ArgChange,
     Branch,
     HotPath,
     Kernel,
     Layer,
+    MissingImport,
     SglangError,
     Step,
     Trace,
@@ -62,6 +64,7 @@ from dsv4doctor.models.vocabulary import (
 
 __all__ = [
     "ARCHS",
+    "IMPORTS",
     "Accepted",
     "Alternative",
     "Arch",
@@ -85,6 +88,7 @@ __all__ = [
     "Link",
     "Location",
     "Measurement",
+    "MissingImport",
     "NativeLibrary",
     "Outcome",
     "Package",

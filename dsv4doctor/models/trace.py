@@ -114,6 +114,29 @@ class HotPath:
     error: SglangError | None = None
 
 
+IMPORTS = "imports"
+"""The phase before any other: SGLang's own modules."""
+
+
+@dataclass(frozen=True)
+class MissingImport:
+    """A package that SGLang imports as it starts, and that the serving interpreter does not have.
+
+    Nothing of SGLang's catches the error, so the server does not start.
+    """
+
+    package: str
+    """Its import name."""
+    requirement: str | None
+    """SGLang's own, e.g. "sglang-kernel==0.4.4"; None: it declares none."""
+    at: Location
+
+    @property
+    def error(self) -> SglangError:
+        text = f"No module named '{self.package}'"
+        return SglangError(IMPORTS, "ModuleNotFoundError", text, self.at)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one launch resolves to."""
@@ -138,6 +161,8 @@ class Trace:
     """What stopped the trace and was not raised by SGLang itself: the answer is unknown."""
     paths: tuple[HotPath, ...] = ()
     """Empty where they were not asked for."""
+    missing: tuple[MissingImport, ...] = ()
+    """In the order of the imports; empty where another machine serves."""
 
     def of(self, role: Role) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.role is role)

@@ -74,6 +74,8 @@ def key(request: TraceRequest, hashes: dict[Path, str] | None = None) -> str:
         "elsewhere": request.elsewhere,
         "interpreter": str(request.interpreter),
         "packages": packages(request.interpreter),
+        "serving": not request.tree.borrowed,
+        "own_packages": own_packages(request),
         "with_path": request.with_path,
         "with_paths": request.with_paths,
         "whole": request.whole,
@@ -216,6 +218,19 @@ def _digest(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def own_packages(request: TraceRequest) -> list[list[str]]:
+    """What lies in the folders that only the launch or its user names."""
+    folders = [Path(folder) for folder in request.python_path()]
+    base = request.user_base()
+    if base is not None:
+        folders += sorted(Path(base).glob("lib/python3*/site-packages"))
+    found = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            found.append([str(folder), *sorted(os.listdir(folder))])
+    return found
 
 
 def packages(interpreter: Path) -> list[str]:

@@ -181,6 +181,8 @@ def _message(
         "memory_bytes": MEMORY_LIMIT_BYTES,
         "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
         "serving": not request.tree.borrowed,
+        "python_path": request.python_path(),
+        "user_base": request.user_base(),
         "dsv4doctor": str(OURSELVES) if request.tree.borrowed else None,
         "whole": request.whole,
         "modules": list(request.modules),

@@ -9,7 +9,9 @@ Request (a file in the scratch folder):
     scratch        the one folder the worker may write to
     bytecode       folder for the tree's compiled modules, or null
     memory_bytes   ceiling on the worker's memory
-    serving        the interpreter is the one that will serve, so what it lacks is worth a word
+    serving        the interpreter is the one that will serve: what it lacks the server lacks
+    python_path    folders that the server finds modules in too; empty unless it serves
+    user_base      folder of the user's own packages, or null
     dsv4doctor     our own package, for a patched SGLang in an environment without it; or null
     whole          leave no part of SGLang out
     modules        modules of SGLang that have to import, or compile where they are left out
@@ -25,6 +27,7 @@ Events (a JSON object a line):
 from __future__ import annotations
 
 import linecache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from dsv4doctor.models import (
     Kernel,
     Layer,
     Location,
+    MissingImport,
     Role,
     SglangError,
     SglangTree,
@@ -55,7 +59,7 @@ def trace_from(
 
     Without a checkpoint no layer has a stored format.
     """
-    reader = _Reader(Path(tree.root))
+    reader = _Reader(Path(tree.root), result.get("refused", ()))
     stored = _StoredFormats(checkpoint, result["resolved_args"])
     errors = [error for error in result["errors"] if error["by_sglang"]]
     return Trace(
@@ -72,7 +76,7 @@ def trace_from(
         unresolved=(
             *result.get("undetermined", ()),
             *(
-                f"{error['phase']}: {artefact(error)}"
+                f"{error['phase']}: {artefact(error)}{reader.without}"
                 for error in result["errors"]
                 if not error["by_sglang"]
             ),
@@ -81,6 +85,10 @@ def trace_from(
         leniencies=tuple(result["leniencies"]),
         timings=result["timings"],
         paths=tuple(reader.path(path) for path in result["paths"]),
+        missing=tuple(
+            MissingImport(one["package"], one["requirement"], reader.required_location(one["at"]))
+            for one in result.get("missing", ())  # a recording has none: its server runs
+        ),
     )
 
 
@@ -137,8 +145,11 @@ def _draft_checkpoint(checkpoint: Checkpoint, resolved: dict[str, Any]) -> Check
 
 
 class _Reader:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, refused: Sequence[str] = ()) -> None:
+        """`refused`: what SGLang requires and is not there for it, where nothing stood in."""
         self.root = root
+        install = " ".join(f"'{requirement}'" for requirement in refused)
+        self.without = f"; not all that it requires is there: pip install {install}" * bool(refused)
 
     def location(self, where: dict[str, Any] | None) -> Location | None:
         if where is None:
@@ -170,7 +181,7 @@ class _Reader:
         kernel, error = layer["kernel"], layer["error"]
         reason = layer["why_no_kernel"] or ""
         if error is not None and not error["by_sglang"]:
-            reason, error = artefact(error), None
+            reason, error = f"{artefact(error)}{self.without}", None
         return Layer(
             name=layer["name"],
             role=role,
@@ -191,7 +202,7 @@ class _Reader:
         kernel, error = path["kernel"], path["error"]
         reason = path["reason"]
         if error is not None and not error["by_sglang"]:
-            reason, error = _stopped(error), None
+            reason, error = f"{_stopped(error)}{self.without}", None
         return HotPath(
             name=path["name"],
             role=Role(path["role"]),

@@ -72,6 +72,19 @@ class TraceRequest:
         base = os.environ if self.environment is None else self.environment
         return {**base, **self.launch.environment}
 
+    def python_path(self) -> list[str]:
+        """Folders that the server finds modules in, beyond its interpreter's own."""
+        named = "" if self.tree.borrowed else self.all_variables().get("PYTHONPATH", "")
+        return [folder for folder in named.split(os.pathsep) if folder]
+
+    def user_base(self) -> str | None:
+        """The folder of the user's own packages, where the server looks into it."""
+        variables = self.all_variables()
+        if self.tree.borrowed or variables.get("PYTHONNOUSERSITE"):
+            return None
+        home = variables.get("HOME")
+        return variables.get("PYTHONUSERBASE") or (os.path.join(home, ".local") if home else None)
+
     def arguments(self) -> list[str]:
         path = str(self.model_path)
         model = self.launch.model or path

@@ -91,7 +91,10 @@ def _group(request: TraceRequest) -> tuple[Any, ...]:
     variables = tuple(sorted(request.variables().items()))
     return (
         request.tree.root,
+        request.tree.borrowed,
         str(request.interpreter),
+        tuple(request.python_path()),
+        request.user_base(),
         request.arch,
         request.gpu,
         request.whole,

@@ -136,8 +136,8 @@ def sglang_location(error):
 
     Returns (location, raised_by_sglang, innermost_file).  What counts as raised by SGLang: a raise
     or an assert of its own; a name that one of its modules does not have; an attribute that a
-    layer, its quant method or its config lacks.  Anything else that breaks in its frames may have
-    broken on a stand-in.
+    layer, its quant method or its config lacks; a package that the serving interpreter lacks.
+    Anything else that breaks in its frames may have broken on a stand-in.
     """
     innermost, inside = None, None
     trace = error.__traceback__
@@ -157,6 +157,7 @@ def sglang_location(error):
         (statement.startswith("raise") and not _is_missing_here(error))
         or isinstance(error, AssertionError)  # an assert fails in its own frame
         or (isinstance(error, ImportError) and (error.name or "").startswith("sglang."))
+        or (isinstance(error, ModuleNotFoundError) and not BORROWED)
         or _lacks_attribute(error, innermost.tb_frame, statement)
         or _lacks_name(error)
     )

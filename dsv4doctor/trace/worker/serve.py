@@ -8,8 +8,11 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
+import site
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -99,11 +102,23 @@ class Worker:
         arguments = [argument for job in request["jobs"] for argument in job["arguments"]]
         inert = lean.inert_for(request["tree"], arguments, request.get("whole", False))
         self.inert = inert
-        self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"))
+        serving = request["tree"] if request["serving"] else None
+        self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"), serving)
+        self.requirements = stand_ins.requirements_by_root(metadata)
+        self._add_own_folders()
         sys.path.insert(0, request["tree"])
         sys.meta_path.insert(0, self.stand_ins)
         ourselves.lend(request.get("dsv4doctor"))
         stand_ins.answer_versions(self.stand_ins, metadata)
+
+    def _add_own_folders(self):
+        """Find what the server finds beyond this interpreter's own packages, behind those."""
+        sys.path += [folder for folder in self.request["python_path"] if folder not in sys.path]
+        base = self.request["user_base"]
+        if base and not _is_isolated():
+            folder = sysconfig.get_path("purelib", "posix_user", {"userbase": base})
+            if os.path.isdir(folder):
+                site.addsitedir(folder)
 
     def _import_torch(self):
         import torch
@@ -152,6 +167,7 @@ class Worker:
         """Import each, or compile the ones that a trace leaves out; an error names its module."""
         from .tensors import Redirect
 
+        fatal, self.stand_ins.fatal = self.stand_ins.fatal, {}  # a server need not import them
         for name in names:
             try:
                 if self.inert(name):
@@ -164,6 +180,7 @@ class Worker:
                         importlib.import_module(name)
             except Exception as error:
                 raise ImportError(f"{name}: {describe(error)}") from error
+        self.stand_ins.fatal = fatal
 
     @staticmethod
     def _record_jit_kernels():
@@ -212,13 +229,43 @@ class Worker:
             ),
         ]
 
-    def _qualify(self, paths):
-        """A kernel of a package that is neither there nor required is no promise."""
-        for path in paths:
-            root = path["kernel"]["symbol"].partition(".")[0] if path["kernel"] else None
-            if root in self.stand_ins.absent:
-                said = f"{root} is not installed here, and SGLang does not require it"
-                path["reason"] = "; ".join(filter(None, (path["reason"], said)))
+    def _missing(self):
+        """What SGLang imports as it starts, with nothing that catches it, and is not there."""
+        return [
+            {"package": root, "requirement": self.requirements.get(root), "at": at}
+            for root, at in self.stand_ins.fatal.items()
+        ]
+
+    def refused(self):
+        """What SGLang requires, asked for and did not get, as requirements."""
+        known = self.requirements if self.request["serving"] else {}
+        return sorted({known[root] for root in self.stand_ins.refused if root in known})
+
+    def _qualify(self, result):
+        """A kernel of a package that is not there is no promise, unless SGLang requires it and
+        another machine serves."""
+        if self.request["serving"]:
+            for layer in result["layers"]:
+                layer["why_no_kernel"] = layer["why_no_kernel"] or self._lack(layer["kernel"])
+        for path in result["paths"]:
+            said = self._lack(path["kernel"])
+            path["reason"] = "; ".join(filter(None, (path["reason"], said)))
+
+    def _lack(self, kernel):
+        """That the kernel's package is not there, in words; None: nothing to say."""
+        if kernel is None:
+            return None
+        if self.request["serving"]:
+            root = self.stand_ins.lacked(kernel["symbol"])
+            if root is None:
+                return None
+            wanted = self.requirements.get(root)
+            install = f" (pip install '{wanted}')" if wanted else ", and SGLang does not require it"
+            return f"it takes {root}, which is not installed here{install}"
+        root = kernel["symbol"].partition(".")[0]
+        if root in self.stand_ins.absent:
+            return f"{root} is not installed here, and SGLang does not require it"
+        return None
 
     def _child(self, job, write):
         from . import forward
@@ -230,7 +277,8 @@ class Worker:
                 result = trace_launch(job, self._phase)
                 result["timings"] = {**self.timings, **result["timings"]}
                 result["leniencies"] += self._leniencies()
-                self._qualify(result["paths"])
+                result["missing"], result["refused"] = self._missing(), self.refused()
+                self._qualify(result)
                 line = {"event": "result", "job": job["id"], "result": result}
             except BaseException as error:
                 line = {
@@ -241,6 +289,17 @@ class Worker:
                 }
             pipe.write(json.dumps(line) + "\n")
         return 0
+
+
+def _is_isolated():
+    """True in a virtual environment that sees neither the system's packages nor the user's."""
+    if sys.prefix == sys.base_prefix:
+        return False
+    try:
+        with open(os.path.join(sys.prefix, "pyvenv.cfg"), encoding="utf-8") as file:
+            return not re.search(r"(?im)^include-system-site-packages\s*=\s*true", file.read())
+    except OSError:
+        return True
 
 
 def _death(status):

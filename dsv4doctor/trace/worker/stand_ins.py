@@ -3,7 +3,8 @@
 A stand-in imports, can be subclassed, decorated with, entered, compared and called.  While a
 forward is being traced, a call on one is recorded and returns tensors of the shape of its first
 tensor argument.  What SGLang does *not* declare and the interpreter does not have stays an
-ImportError, as it would be on the real machine, unless nothing on the way catches it.
+ImportError, as it would be on the real machine, unless nothing on the way catches it.  In the
+interpreter that serves, what SGLang declares and is not there is such a package too.
 """
 
 import dis
@@ -13,12 +14,13 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import linecache
+import os
 import re
 import sys
 import types
 
 from . import no_triton
-from .recorder import RECORDER, calling_frame
+from .recorder import RECORDER, calling_frame, location
 
 # Import names of distributions whose name does not say.
 IMPORT_NAMES = {
@@ -348,15 +350,20 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     inert: `inert(module_name) -> bool`, the modules that dispatch never looks at.
     bytecode: folder for SGLang's compiled modules; an unpacked wheel has none and may be
         read-only.  Everybody else's lie beside their sources as usual.
+    serving: the folder that holds `sglang/` where this interpreter is the one that serves; else
+        None, and what SGLang declares is taken to be there.
     """
 
-    def __init__(self, declared, inert, bytecode=None):
+    def __init__(self, declared, inert, bytecode=None, serving=None):
         self.declared = declared
         self.inert = inert
         self.bytecode = bytecode
+        self.sources = None if serving is None else os.path.join(serving, "sglang") + os.sep
+        self.fatal = {}  # roots whose import stops the server that this interpreter serves -> where
         self.installed = {}
         self.used = set()  # third-party roots that SGLang imported
         self.absent = set()  # roots that SGLang imports, does not require, and that are not there
+        self.refused = set()  # roots that are not there, as SGLang was told
 
     def find_spec(self, name, path=None, target=None):
         root = name.partition(".")[0]
@@ -371,13 +378,22 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return self._spec(name)
         if not self._asked_by_sglang():
             return None
-        if root in self.declared or self._is_installed(root):
+        declared = root in self.declared
+        if self._is_installed(root) or (declared and self.sources is None):
             self.used.add(root)
             return self._spec(name)
-        if not _is_probe() and self._nobody_catches():
-            self.absent.add(root)
-            return self._spec(name)
-        return None
+        if _is_probe() or not self._nobody_catches():
+            self.refused.add(root)
+            return None
+        if self.sources is not None:
+            at, caught = self._importing()
+            if caught or RECORDER.active:  # one layer fails, and says so itself
+                self.refused.add(root)
+                return None
+            if at is not None:
+                self.fatal.setdefault(root, at)
+        (self.used if declared else self.absent).add(root)
+        return self._spec(name)
 
     def _spec(self, name):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -394,6 +410,30 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def missing(self):
         """Third-party packages that SGLang imported, declares, and that are not installed."""
         return sorted(root for root in self.used if not self._is_installed(root))
+
+    def _importing(self):
+        """(SGLang's line that imports, whether SGLang catches the error further out).
+
+        The model registry catches it too, and then lacks the model that is to be served.
+        """
+        at, within_model = None, False
+        frame = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(self.sources):
+                within_model = within_model or os.path.basename(file).startswith("deepseek_v4")
+                registry = within_model and file.endswith(_REGISTRY)
+                if at is not None and not registry and _inside_try(file, frame.f_lineno):
+                    return at, True
+                at = at or location(frame)
+            frame = frame.f_back
+        return at, False
+
+    def lacked(self, symbol):
+        """The root of the package that a kernel needs and that is not there, or None."""
+        root = _package_of(symbol)
+        is_package = root in self.declared or root in self.absent or root == "triton"
+        return root if is_package and not self._is_installed(root) else None
 
     @staticmethod
     def _version(root):
@@ -436,6 +476,19 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         while frame is not None and "/sglang/" not in frame.f_code.co_filename:
             frame = frame.f_back
         return frame is not None and not _inside_try(frame.f_code.co_filename, frame.f_lineno)
+
+
+_REGISTRY = os.path.join("srt", "models", "registry.py")
+
+
+def _package_of(symbol):
+    """The import name of the package that a kernel is of, or that compiles it."""
+    compiler, colon, _ = symbol.partition(":")
+    if colon:
+        return "tvm_ffi" if compiler == "jit" else compiler
+    if symbol.startswith("torch.ops.sglang.trtllm"):  # SGLang's own op around FlashInfer's
+        return "flashinfer"
+    return symbol.removeprefix("torch.ops.").partition(".")[0]
 
 
 def _is_probe():
@@ -516,6 +569,18 @@ def _name_and_pin(line):
     name = re.split(r"[<>=!;\[ (~]", requirement)[0].lower().replace("_", "-")
     pin = re.search(r"[=~>]=\s*([0-9][0-9A-Za-z.]*)", requirement)
     return name, pin.group(1) if pin else None
+
+
+def requirements_by_root(metadata_text):
+    """Import name -> the requirement, without extras and markers, that brings it."""
+    found = {}
+    for line in metadata_text.splitlines():
+        if line.startswith("Requires-Dist:") and "extra ==" not in line:
+            requirement = line.split(":", 1)[1].split(";")[0].strip()
+            name, _ = _name_and_pin(line)
+            for root in IMPORT_NAMES.get(name, (name.replace("-", "_"),)):
+                found.setdefault(root, re.sub(r"\[.*?\]", "", requirement))
+    return found
 
 
 def answer_versions(stand_ins, metadata_text):
