@@ -231,8 +231,8 @@ def judge(layer: Layer, arch: Arch, call_text: str = "", grounds: Grounds | None
     The reason names what it stands on; without `grounds` that is the table alone.
     """
     verdict, reason = _verdict(layer, arch, call_text, grounds)
-    if layer.kernel is not None and layer.reason and verdict is not Verdict.FAILS:
-        return replace(layer, verdict=Verdict.UNKNOWN, reason=f"{layer.reason} ({reason})")
+    if layer.lacks and verdict is not Verdict.FAILS:
+        return replace(layer, verdict=Verdict.UNKNOWN, reason=f"{layer.lacks} ({reason})")
     return replace(layer, verdict=verdict, reason=reason)
 
 

@@ -89,6 +89,8 @@ class Layer:
     "float8_e4m3fn"; None: not known."""
     clamp_read: bool | None = None
     """False: on the way to its kernel nothing read the model's swiglu_limit; None: not known."""
+    lacks: str = ""
+    """That what its kernel takes is not installed in the serving interpreter; empty: nothing."""
 
 
 @dataclass(frozen=True)

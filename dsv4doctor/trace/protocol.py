@@ -196,6 +196,7 @@ class _Reader:
             error=self.error(error) if error else None,
             clamp_read=layer.get("clamp_read"),
             weights=layer.get("weights"),  # a recording sees them after they were processed
+            lacks=layer.get("lacks") or "",
         )
 
     def path(self, path: dict[str, Any]) -> HotPath:

@@ -246,7 +246,7 @@ class Worker:
         another machine serves."""
         if self.request["serving"]:
             for layer in result["layers"]:
-                layer["why_no_kernel"] = layer["why_no_kernel"] or self._lack(layer["kernel"])
+                layer["lacks"] = self._lack(layer["kernel"])
         for path in result["paths"]:
             said = self._lack(path["kernel"])
             path["reason"] = "; ".join(filter(None, (path["reason"], said)))
