@@ -24,7 +24,7 @@ from dsv4doctor.models import (
 from dsv4doctor.rules.samples import MAIN_CUTLASS, MAIN_TRTLLM
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.session import TraceRequest, trace_launch
-from dsv4doctor.trace.worker.stand_ins import declared_packages, requirements_by_root
+from dsv4doctor.trace.worker.requirements import declared_packages, requirements_by_root
 from dsv4doctor.verdicts import after_imports, judge
 
 STOCK = "deepseek-ai__DeepSeek-V4-Flash"

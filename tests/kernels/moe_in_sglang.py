@@ -27,13 +27,13 @@ def prepare():
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     import transformers  # noqa: F401
 
-    from dsv4doctor.trace.worker import hugging_face, lean, stand_ins
+    from dsv4doctor.trace.worker import hugging_face, lean, requirements, stand_ins
 
     hugging_face.prepare()
     metadata = next(ROOT.glob("sglang-*.dist-info")) / "METADATA"
     text = metadata.read_text(encoding="utf-8")
     inert = lean.inert_for(str(ROOT), [])
-    finder = stand_ins.StandIns(stand_ins.declared_packages(text), inert)
+    finder = stand_ins.StandIns(requirements.declared_packages(text), inert)
     sys.path.insert(0, str(ROOT))
     sys.meta_path.insert(0, finder)
     stand_ins.answer_versions(finder, text)

@@ -12,7 +12,7 @@ from . import forward
 from .attention import REQUESTS, Harness, other_backends
 from .calls import Calls
 from .serving import call
-from .stand_ins import make
+from .stand_in_objects import make
 from .tensors import Redirect
 from .windows import DENSE, INDEXER, MHC, MLA, WO_A, path_entry, raised_inside, runner_of
 

@@ -17,8 +17,9 @@ import time
 import traceback
 import warnings
 
-from . import confinement, lean, ourselves, stand_ins
+from . import confinement, lean, ourselves, requirements, stand_ins
 from .recorder import RECORDER, calling_frame
+from .stand_in_objects import make
 
 
 def main():
@@ -95,16 +96,16 @@ class Worker:
     def _install_stand_ins(self):
         request = self.request
         metadata = request["metadata"]
-        declared = stand_ins.declared_packages(metadata)
+        declared = requirements.declared_packages(metadata)
         self.assumed = not declared
         if self.assumed:
-            declared = dict.fromkeys(stand_ins.usual_packages())
+            declared = dict.fromkeys(requirements.usual_packages())
         arguments = [argument for job in request["jobs"] for argument in job["arguments"]]
         inert = lean.inert_for(request["tree"], arguments, request.get("whole", False))
         self.inert = inert
         serving = request["tree"] if request["serving"] else None
         self.stand_ins = stand_ins.StandIns(declared, inert, request.get("bytecode"), serving)
-        self.requirements = stand_ins.requirements_by_root(metadata)
+        self.requirements = requirements.requirements_by_root(metadata)
         self._add_own_folders()
         sys.path.insert(0, request["tree"])
         sys.meta_path.insert(0, self.stand_ins)
@@ -188,7 +189,7 @@ class Worker:
 
         def recorded(*args, **kwargs):
             names = [str(arg) for arg in args if isinstance(arg, str)]
-            return stand_ins.make("jit:" + ".".join(names)[:120])
+            return make("jit:" + ".".join(names)[:120])
 
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("sglang."):

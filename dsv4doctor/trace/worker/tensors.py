@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from .recorder import RECORDER, calling_frame
-from .stand_ins import make
+from .stand_in_objects import make
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__
 _NUMBERS = {
