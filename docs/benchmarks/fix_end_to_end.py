@@ -108,7 +108,8 @@ def resolve(model: Path):
     with Redirect("cpu"):
         import sglang.srt.models.deepseek_v4  # noqa: F401
 
-        arguments, view = serving.parse_arguments(["--model-path", str(model), *EAGLE])
+        arguments = serving.parse_arguments(["--model-path", str(model), *EAGLE])
+        view = serving.resolved(arguments)
         serving.publish(arguments)
         serving.form_groups(view)
         config = serving.model_config(arguments, view, False)
