@@ -49,6 +49,9 @@ def served(asked: TraceRequest, folder: Path) -> Path:
         "gpu": None,
         "scratch": str(folder),
         "bytecode": str(cache.folder() / "bytecode"),
+        "serving": False,
+        "python_path": [],
+        "user_base": None,
         "arguments": asked.arguments(),
     }
     (folder / "request.json").write_text(json.dumps(described))
