@@ -74,7 +74,7 @@ def prepare(tree: Path, device: str) -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     import torch
 
-    from dsv4doctor.trace.worker import gpu, hugging_face, lean, stand_ins, tensors
+    from dsv4doctor.trace.worker import gpu, hugging_face, lean, requirements, stand_ins, tensors
 
     tensors.prepare()  # native operations that are missing are no obstacle to an import
     if device == "cpu":
@@ -93,7 +93,7 @@ def prepare(tree: Path, device: str) -> None:
     text = metadata.read_text(encoding="utf-8")
     # The expert location is asked for by the loader: that part of SGLang is the real one.
     inert = lean.inert_for(str(tree), ["--enable-eplb"])
-    finder = stand_ins.StandIns(stand_ins.declared_packages(text), inert)
+    finder = stand_ins.StandIns(requirements.declared_packages(text), inert)
     sys.path.insert(0, str(tree))
     sys.meta_path.insert(0, finder)
     stand_ins.answer_versions(finder, text)
