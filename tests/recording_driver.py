@@ -1,9 +1,10 @@
 """Serves a launch as far as a CPU can, with the recorder loaded by SGLang's own plugin loader.
 
 `python recording_driver.py REQUEST`, a JSON object with what a trace worker is asked (see
-dsv4doctor/trace/protocol.py) and "arguments".  Real are SGLang's plugin loader, its ModelRunner class around `load_model`, its model
-classes, their construction and their first forwards; made up are the GPU and what is native, by
-the stand-ins of the trace worker.  What the recorder writes is at DSV4DOCTOR_RECORD.
+dsv4doctor/trace/protocol.py) and "arguments".  Real are SGLang's plugin loader, its ModelRunner
+class around `load_model`, its model classes, their construction and their first forwards; made up
+are the GPU and what is native, by the stand-ins of the trace worker.  What the recorder writes is
+at DSV4DOCTOR_RECORD.
 """
 
 import io
