@@ -100,6 +100,13 @@ class KnownKernel:
             and (self.call is None or self.call in call_text)
         )
 
+    def error_line(self, flashinfer: Version, arch: Arch) -> str | None:
+        """What the log says on `arch` with that FlashInfer; None: not known."""
+        for error in self.errors:
+            if error.holds_for(flashinfer, arch):
+                return error.line.replace("{sm}", f"{arch.major}{arch.minor}")
+        return None
+
     @property
     def gpus(self) -> str:
         """The GPUs it exists for, in words."""
@@ -379,10 +386,7 @@ def _expected_line(
     version = _version(grounds.flashinfer)
     if line is not None or version is None:
         return line
-    for error in known.errors:
-        if error.holds_for(version, arch):
-            return error.line.replace("{sm}", f"{arch.major}{arch.minor}")
-    return None
+    return known.error_line(version, arch)
 
 
 def _version(text: str | None) -> Version | None:

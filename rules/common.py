@@ -26,9 +26,6 @@ from dsv4doctor.models import (
 )
 from dsv4doctor.rules.rule import NotChecked
 
-_PLAIN_REFUSAL = Version("0.6.17")
-"""The first FlashInfer whose MoE says in words that it has no kernel for the GPU."""
-
 
 def backend_flags(facts: Facts, role: Role) -> dict[str, str]:
     """The MoE backend flags that the user set and a reader expects to count for `role`."""
@@ -184,18 +181,6 @@ def flashinfer_version(facts: Facts) -> Version | None:
         return Version(pinned if tree is None or tree.borrowed else package.version or pinned)
     except InvalidVersion:
         return None
-
-
-def sm100_crash(facts: Facts, arch_name: str) -> str:
-    """What the log will say when the SM100-only MoE runs elsewhere."""
-    version = flashinfer_version(facts)
-    if version is None or not facts.arch.is_sm12x:
-        return ""
-    if version >= _PLAIN_REFUSAL:
-        said = f"cubin manifest contains no kernels runnable on {arch_name.replace('_', '')}"
-    else:
-        said = "Error occurred when running GEMM!"
-    return f' (FlashInfer {version}: "{said}")'
 
 
 def way_out(facts: Facts, layer: Layer | None) -> Remedy:

@@ -10,12 +10,12 @@ from dsv4doctor.rules.common import (
     both,
     call_text,
     described,
+    flashinfer_version,
     ignored_flags,
-    sm100_crash,
     way_out,
     with_source,
 )
-from dsv4doctor.verdicts import known_kernel
+from dsv4doctor.verdicts import KnownKernel, known_kernel
 
 
 def findings(facts: Facts, role: Role, rule: str) -> Iterator[Finding]:
@@ -26,10 +26,10 @@ def findings(facts: Facts, role: Role, rule: str) -> Iterator[Finding]:
         if layer.error is not None or known is None or not known.sm100:
             continue
         if not known.exists_for(facts.arch):
-            yield _finding(facts, layers, rule, known.gpus)
+            yield _finding(facts, layers, rule, known)
 
 
-def _finding(facts: Facts, layers: LayerRange, rule: str, gpus: str) -> Finding:
+def _finding(facts: Facts, layers: LayerRange, rule: str, known: KnownKernel) -> Finding:
     layer, arch = layers.layer, facts.arch.name
     assert layer.kernel is not None
     whose = "The draft model's" if layer.role is Role.DRAFT else "The main model's"
@@ -43,16 +43,23 @@ def _finding(facts: Facts, layers: LayerRange, rule: str, gpus: str) -> Finding:
         subject=layers.name,
         message=(
             f"{whose} routed experts{stored} resolve to {layer.quant_method}{runner}, whose "
-            f"kernel is SM100-only ({gpus}), decided at {described(layer.decided_at)}."
+            f"kernel is SM100-only ({known.gpus}), decided at {described(layer.decided_at)}."
         ),
         consequence=(
             f"On {arch} the server loads the weights and dies in {kernel} when the {when}"
-            f"{sm100_crash(facts, arch)}."
+            f"{_said(facts, known)}."
         ),
         evidence=(*_decisions(facts, layer), f"reaches {layer.kernel.symbol}"),
         locations=tuple(where for where in (layer.decided_at, layer.kernel.call_site) if where),
         remedy=way_out(facts, layer),
     )
+
+
+def _said(facts: Facts, known: KnownKernel) -> str:
+    """What the log will say, where that is known of the FlashInfer that serves."""
+    version = flashinfer_version(facts)
+    line = known.error_line(version, facts.arch) if version is not None else None
+    return f' (FlashInfer {version}: "{line}")' if line else ""
 
 
 def _decisions(facts: Facts, layer: Layer) -> Iterator[str]:
