@@ -31,12 +31,13 @@ from dsv4doctor.rules import (
     hot_path_fails,
     layer_raises,
     memory_headroom,
+    moe_draft_sm100_only,
     moe_sixteen_bit,
     pd_pair,
     swiglu_limit_dropped,
 )
 from dsv4doctor.rules.rule import FACTS, Example, Rule
-from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts
+from dsv4doctor.rules.samples import DRAFT_TRTLLM, MAIN_TRTLLM, facts, flashinfer, scene
 from dsv4doctor.rules.topology import machine
 
 ROOT = Path(__file__).parent.parent
@@ -316,3 +317,23 @@ def test_an_algorithm_that_the_release_lacks_is_told_with_those_it_has() -> None
     assert finding.remedy is not None
     assert "has no DSPARK: its algorithms are EAGLE and NGRAM" in finding.remedy.text
     assert "Another release" in finding.remedy.text
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "line"),
+    [
+        ("sm_120", "0.6.12", "Error occurred when running GEMM!"),
+        ("sm_121", "0.6.17", "cubin manifest contains no kernels runnable on sm121"),
+        ("sm_90", "0.6.12", "No supported CUDA architectures found for major versions [10, 12]"),
+    ],
+)
+def test_a_draft_on_an_sm100_kernel_is_told_with_what_its_log_will_say(
+    arch: str, version: str, line: str
+) -> None:
+    """The table's line, for the FlashInfer that serves."""
+    draft = scene(arch, layers=[DRAFT_TRTLLM], packages=flashinfer(version))
+    [finding] = moe_draft_sm100_only.RULE.check(draft)
+    assert f"(FlashInfer {version}: " in finding.consequence
+    assert line in finding.consequence
+    [unknown] = moe_draft_sm100_only.RULE.check(scene(arch, layers=[DRAFT_TRTLLM]))
+    assert "FlashInfer" not in unknown.consequence
