@@ -232,6 +232,21 @@ def test_ranks_that_sglang_merged(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [gpu["span_ns"] for gpu in profile["gpus"]] == [500] * 3
 
 
+def test_what_sglang_leaves_in_a_folder_beside_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arguments are no trace, a merged file has every rank again, a stage is no GPU."""
+    for name in ("1-TP-0.trace.json", "1-TP-1.trace.json", "merged-1.trace.json"):
+        write(tmp_path / name, _decode(300, 100))
+    (tmp_path / "server_args.json").write_text('{"tp_size": 2}')
+    profile = _json([str(tmp_path)], capsys)["profile"]
+    assert [gpu["name"].partition(",")[0] for gpu in profile["gpus"]] == ["TP-0", "TP-1"]
+    assert profile["notes"] == []
+    write(tmp_path / "1-TP-1-DECODE.trace.json", _decode(300, 100))
+    (note,) = _json([str(tmp_path)], capsys)["profile"]["notes"]
+    assert note.startswith("TP-1 has 2 traces")
+
+
 def test_several_gpus_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = _decode(300, 100) + _decode(200, 100, device=1)
     path = write(tmp_path / "a.json", events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ _STEP = re.compile(r"step\[([^\]]*)\]?|(ProfilerStep#\d+)")
 _RANK_LABEL = re.compile(r"\[([^\]]+)\]")
 _RANK_IN_NAME = re.compile(r"(?:^|[-_.])((?:TP|DP|PP|EP)-\d+(?:-(?:TP|DP|PP|EP)-\d+)*)")
 _FILES = (".json", ".json.gz")
+_TRACES = (".trace.json", ".trace.json.gz")
+_MERGED = "merged-"
+"""What SGLang's merge_profiles begins a file with that holds every rank's events again."""
 _PLACE = {name: place for place, name in enumerate(CATEGORIES)}
 _LATEST = 1 << 62
 _NUMBER = re.compile("[0-9]{1,9}")
@@ -33,7 +37,7 @@ def read_profile(path: str, progress: Progress | None = None) -> Profile:
     started = time.monotonic()
     files = trace_files(path)
     gpus: list[Gpu] = []
-    notes: list[str] = []
+    notes: list[str] = _several_of_a_rank(files)
     total = 0
     for file in files:
         trace = TraceFile(file, progress)
@@ -58,7 +62,21 @@ def trace_files(path: str) -> list[str]:
         raise UsageError(f"{path}: cannot be read ({error.strerror})", "give a trace") from error
     if not names:
         raise UsageError(f"{path}: no trace in this folder", "give a .trace.json or .trace.json.gz")
+    # SGLang's profiler leaves its server_args.json beside the traces
+    names = [name for name in names if name.endswith(_TRACES)] or names
+    names = [name for name in names if not name.startswith(_MERGED)] or names
     return [str(Path(path) / name) for name in names]
+
+
+def _several_of_a_rank(files: Sequence[str]) -> list[str]:
+    """A note for each rank with more than one of `files`, as SGLang writes with stages apart."""
+    found = (_RANK_IN_NAME.search(os.path.basename(file)) for file in files)
+    counts = Counter(rank.group(1) for rank in found if rank is not None)
+    return [
+        f"{rank} has {count} traces in this folder, and is shown as so many GPUs: give one of them"
+        for rank, count in counts.items()
+        if count > 1
+    ]
 
 
 def _gpus_of(trace: TraceFile, several: bool) -> tuple[list[Gpu], list[str]]:

@@ -21,6 +21,8 @@ from dsv4doctor.facts.hub import hub_cache
 from dsv4doctor.trace import cache
 from dsv4doctor.trace.request import TraceRequest
 
+LOG = "DSV4DOCTOR_TRACE_LOG"
+"""Set: what the worker and SGLang say in it goes to our standard error."""
 WORKER = Path(__file__).parent / "worker"
 OURSELVES = Path(__file__).parent.parent
 MEMORY_LIMIT_BYTES = 8 << 30
@@ -52,7 +54,7 @@ class Worker:
                 [str(request.interpreter), str(WORKER), str(request_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self.errors,
+                stderr=None if os.environ.get(LOG) else self.errors,
                 pass_fds=(write,),
                 env=_environment(request, scratch),
                 start_new_session=True,
@@ -179,7 +181,7 @@ def _message(
         "scratch": scratch,
         "bytecode": str(bytecode) if bytecode else None,
         "memory_bytes": MEMORY_LIMIT_BYTES,
-        "verbose": bool(os.environ.get("DSV4DOCTOR_TRACE_LOG")),
+        "verbose": bool(os.environ.get(LOG)),
         "serving": not request.tree.borrowed,
         "python_path": request.python_path(),
         "user_base": request.user_base(),
