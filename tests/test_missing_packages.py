@@ -90,6 +90,21 @@ def test_without_sgl_kernel_the_server_does_not_start_and_nothing_runs(
 
 
 @pytest.mark.wheels
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.23"])
+def test_what_only_the_server_around_the_model_imports(
+    version: str, sglang_tree: Tree, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The scheduler is left out of a trace; its imports are read."""
+    tree, model = sglang_tree(version), checkpoint(STOCK, experts=1)
+    found = outcome(serving(tree, model, tmp_path, "setproctitle", "sm_90"))
+    [missing] = found.missing
+    assert (missing.package, missing.requirement) == ("setproctitle", "setproctitle")
+    assert missing.at.file == "sglang/srt/managers/scheduler.py"
+    assert missing.at.source == "import setproctitle"
+    assert experts(found).verdict is Verdict.FAILS
+
+
+@pytest.mark.wheels
 def test_what_a_borrowed_interpreter_lacks_is_taken_to_be_there(
     sglang_tree: Tree, checkpoint: Checkpoint
 ) -> None:

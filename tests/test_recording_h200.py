@@ -1,4 +1,7 @@
-"""What real servers on an H200 recorded, against what was predicted of them beforehand."""
+"""What real servers on an H200 recorded, against what was predicted of them beforehand.
+
+Holds `diff` to the documents that are kept; nothing is traced anew here.
+"""
 
 import json
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Who asks for a module: a probe that handles a no, a try that catches it, or nobody."""
 
+import ast
 import linecache
 import re
 import sys
@@ -55,3 +56,22 @@ _IMPORT_ERRORS = re.compile(
 
 def _indentation(text):
     return len(text) - len(text.lstrip())
+
+
+def imports_of(path):
+    """(root, line) of what a source file imports whenever it is imported: its outermost statements.
+
+    Nothing for a file that is not there or cannot be read as Python.
+    """
+    try:
+        with open(path, "rb") as source:
+            statements = ast.parse(source.read()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found = []
+    for one in statements:
+        if isinstance(one, ast.Import):
+            found += [(alias.name.partition(".")[0], one.lineno) for alias in one.names]
+        elif isinstance(one, ast.ImportFrom) and not one.level:
+            found.append((one.module.partition(".")[0], one.lineno))
+    return found

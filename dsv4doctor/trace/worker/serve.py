@@ -18,6 +18,7 @@ import traceback
 import warnings
 
 from . import confinement, lean, ourselves, requirements, stand_ins
+from .import_probes import imports_of
 from .recorder import RECORDER, calling_frame
 from .stand_in_objects import make
 
@@ -48,6 +49,16 @@ def describe(error):
 
 def _trace():
     return traceback.format_exc()[-6000:]
+
+
+_LAUNCHED = (
+    "entrypoints/engine.py",
+    "entrypoints/http_server.py",
+    "managers/scheduler.py",
+    "managers/tokenizer_manager.py",
+    "managers/detokenizer_manager.py",
+)
+"""What a server imports beside what is traced, where the release has it; read, and never run."""
 
 
 class Worker:
@@ -232,9 +243,16 @@ class Worker:
 
     def _missing(self):
         """What SGLang imports as it starts, with nothing that catches it, and is not there."""
+        fatal = dict(self.stand_ins.fatal)
+        for name in _LAUNCHED if self.request["serving"] else ():
+            file = os.path.join(self.request["tree"], "sglang", "srt", *name.split("/"))
+            for root, line in imports_of(file):
+                if self.stand_ins.is_lacking(root):
+                    at = {"file": file, "line": line, "function": "<module>"}
+                    fatal.setdefault(root, at)
         return [
             {"package": root, "requirement": self.requirements.get(root), "at": at}
-            for root, at in self.stand_ins.fatal.items()
+            for root, at in fatal.items()
         ]
 
     def refused(self):

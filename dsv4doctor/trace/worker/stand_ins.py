@@ -159,6 +159,10 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             frame = frame.f_back
         return at, False
 
+    def is_lacking(self, root):
+        """True for an import name that SGLang declares and that is not there."""
+        return root in self.declared and not self._is_installed(root)
+
     def lacked(self, symbol):
         """The root of the package that a kernel needs and that is not there, or None."""
         root = _package_of(symbol)
